@@ -1,0 +1,3 @@
+"""A trainer for looped language models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,3 @@
+from titan_loom.config.job_config import JobConfig
+
+__all__ = ["JobConfig"]

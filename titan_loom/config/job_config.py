@@ -1,0 +1,353 @@
+"""One dataclass per TOML section; `JobConfig` holds them all.
+
+The docstring under a field is its manual: `--help` prints it. Names follow TorchTitan v0.2.2 where the meaning is the
+same. Nothing here needs torch, so a configuration is read and checked before any worker starts.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    config_file: str | None = None
+    """TOML file that describes the run (command line only)."""
+
+    dump_folder: str | None = None
+    """Folder of everything the run writes. Default: `./outputs/<config file's stem>`, relative to the caller's folder."""
+
+    description: str = ""
+    """One line for the log."""
+
+    overwrite: bool = False
+    """Let `checkpoint.resume = false` delete the checkpoints and metrics that `dump_folder` already holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    name: str = "nanocoder"
+    """Model family."""
+
+    flavor: str = "debug"
+    """Named size and variant within the family."""
+
+    tokenizer_path: str | None = None
+    """Folder with `tokenizer.json`. Default: the 8,192-entry tokenizer that ships with titan_loom."""
+
+    expected_parameters: int | None = None
+    """Refuse to start unless the model has exactly this many parameters (a tied head counts once)."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    """`[model.args]`: any field of the flavor, overridden (`--model.args.num_loops 4`); checked for name and type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    path: str = ""
+    """`embedded:code` or `embedded:prose` (made from the running Python's standard library), a local file or folder
+    (parquet, jsonl, text), or a dataset on the Hub as `owner/name`."""
+
+    config: str | None = None
+    """Configuration (subset) of a Hub dataset."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a Hub dataset; resolved once, recorded in the checkpoint and reused."""
+
+    format: str = "text"
+    """How a row becomes documents: `text` (column `text`), `repository` (`repo_path` and `files`, the layout of
+    stack-v3) or `file` (`file_path` and `content`; what a folder of text files gives)."""
+
+    share: float = 1.0
+    """Share of the run's supervised tokens, relative to the other sources' shares. Exact: read as a decimal fraction."""
+
+    encode_batch_size: int = 16
+    """Documents per tokenizer call. Affects speed and memory only, never the tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    lanes: int = 4
+    """Independent token streams. A divisor of the global batch and a multiple of the data-parallel degree; part of the
+    data's definition: another number of lanes is another order."""
+
+    window: int = 256
+    """Rows that are shuffled together. Larger mixes better and holds more rows in memory (per lane, source, open part)."""
+
+    open_parts: int = 2
+    """Parts of a source that a lane reads in turn."""
+
+    mix_unit: Literal["sequence", "step"] = "sequence"
+    """What the sources are mixed in: one `sequence` (every batch holds every source in its share) or one `step`."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    """`[data.sources.<name>]`: where documents come from. Order matters: it breaks ties of the mixing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataloader:
+    num_workers: int = 0
+    """Processes per rank that read and tokenise. Lowered, with a log line, to a divisor of the rank's lanes. 0: in the
+    training process."""
+
+    prefetch_factor: int = 2
+    """Steps that every lane of a worker reads ahead (`num_workers > 0`)."""
+
+    pin_memory: bool = True
+    """Copy batches through page-locked memory (CUDA only)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    local_batch_size: int = 8
+    """Sequences per device and micro-batch."""
+
+    global_batch_size: int = 8
+    """Sequences per optimizer step over all devices; what exceeds `local_batch_size` x devices is accumulated."""
+
+    seq_len: int = 1024
+    """Tokens per sequence."""
+
+    steps: int | None = None
+    """Optimizer steps of the run. Excludes `total_tokens`; one of the two is needed."""
+
+    total_tokens: int | None = None
+    """Supervised tokens of the run, met exactly: the last step is cut. Excludes `steps`."""
+
+    max_norm: float = 1.0
+    """Global gradient norm to clip to."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of the stored parameters and of the optimizer's state."""
+
+    mixed_precision_param: Literal["float32", "bfloat16"] = "bfloat16"
+    """dtype of parameters and activations in forward and backward."""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """dtype of gradients while they are reduced."""
+
+    z_loss: float = 0.0
+    """Coefficient of mean(logsumexp(logits)^2), added to the loss."""
+
+    z_loss_until_tokens: int | None = None
+    """Supervised tokens after which the z-loss coefficient is 0."""
+
+    loss_chunk_tokens: int = 16384
+    """Tokens whose logits exist at one time."""
+
+    gc_freq: int = 50
+    """Steps between garbage collections (automatic ones are off: ranks must not pause at different moments)."""
+
+    dataloader: Dataloader = field(default_factory=Dataloader)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Supervised tokens of a full step."""
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run, the cut last one included."""
+        if self.total_tokens is not None:
+            return -(-self.total_tokens // self.tokens_per_step)
+        assert self.steps is not None
+        return self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonGroup:
+    lr: float = 0.02
+    """Peak learning rate of the blocks' matrices."""
+
+    weight_decay: float | None = None
+    """Decoupled weight decay. Default: `[optimizer] weight_decay`."""
+
+    momentum: float = 0.95
+    """Nesterov momentum."""
+
+    ns_steps: int = 5
+    """Newton-Schulz iterations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingsGroup:
+    lr: float = 0.002
+    """Peak learning rate of the embedding (and of an untied head)."""
+
+    weight_decay: float | None = None
+    """Decoupled weight decay. Default: `[optimizer] weight_decay`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramGroup:
+    lr: float = 0.001
+    """Peak learning rate of the n-gram memory."""
+
+    weight_decay: float | None = None
+    """Decoupled weight decay, never on `injection_scales`. Default: `[optimizer] weight_decay`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlsGroup:
+    lr: float = 0.002
+    """Peak learning rate of everything with at most one dimension: norms, gates, scales."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    name: Literal["Muon", "AdamW"] = "Muon"
+    """Optimizer of the blocks' matrices. The other groups use AdamW either way."""
+
+    lr: float = 8e-4
+    """Peak learning rate of the blocks' matrices when `name = "AdamW"`; `[optimizer.muon]` holds Muon's."""
+
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+
+    beta2: float = 0.95
+    """AdamW's decay of the second moment."""
+
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay of every group that does not set its own."""
+
+    final_weight_decay: float | None = None
+    """Weight decay once `weight_decay_switch_tokens` have been seen; groups with their own are scaled alike."""
+
+    weight_decay_switch_tokens: int | None = None
+    """Supervised tokens seen before the first step that uses `final_weight_decay`."""
+
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """AdamW's implementation."""
+
+    muon: MuonGroup = field(default_factory=MuonGroup)
+    embeddings: EmbeddingsGroup = field(default_factory=EmbeddingsGroup)
+    ngram: NgramGroup = field(default_factory=NgramGroup)
+    controls: ControlsGroup = field(default_factory=ControlsGroup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRScheduler:
+    warmup_steps: int | None = None
+    """Steps of linear warm-up, the first at 1 / warmup_steps. Excludes `warmup_tokens`. Default: 0."""
+
+    warmup_tokens: int | None = None
+    """Warm-up in supervised tokens, rounded up to steps. Excludes `warmup_steps`."""
+
+    total_steps: int | None = None
+    """Length of the schedule. Default: the length of the run. Set it when a run will be extended."""
+
+    decay_ratio: float = 0.15
+    """Fraction of the steps, at the end, in which the rate decays."""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
+    """Shape of the decay."""
+
+    min_lr_factor: float = 0.0
+    """Fraction of the peak rate where the decay ends."""
+
+    decay_end: Literal["after_last_step", "last_step"] = "after_last_step"
+    """Where `min_lr_factor` is reached: `after_last_step` lets the last step still learn when it is 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    expected_world_size: int | None = None
+    """Refuse to start with any other number of processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    enable: bool = False
+    """Compile every block once with torch.compile; the loop stays in eager."""
+
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    """What is compiled."""
+
+    backend: str = "inductor"
+    """torch.compile's backend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    enable: bool = True
+    """Save checkpoints. The last step is always saved."""
+
+    folder: str = "checkpoint"
+    """Folder of the checkpoints inside `[job] dump_folder`."""
+
+    interval: int = 500
+    """Steps between checkpoints."""
+
+    keep_latest_k: int = 10
+    """Complete checkpoints to keep; 0 keeps all, else at least 2."""
+
+    load_step: int = -1
+    """Step to resume from; -1 is the newest complete one."""
+
+    resume: bool = True
+    """Continue what `dump_folder` holds. False on a folder that holds checkpoints is an error without `[job] overwrite`."""
+
+    initial_load_path: str | None = None
+    """Checkpoint (a `step-N` folder) to start from when there is nothing to resume."""
+
+    initial_load_model_only: bool = True
+    """Take only the weights from `initial_load_path`, not optimizers, data position and counters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    log_freq: int = 10
+    """Steps between log lines; the window that a line averages over."""
+
+    enable_tensorboard: bool = False
+    """Write TensorBoard events."""
+
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard events inside `[job] dump_folder`."""
+
+    disable_color_printing: bool = False
+    """Plain step lines, also on a terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    init_timeout_seconds: int = 300
+    """Timeout of collectives until the first step is done."""
+
+    train_timeout_seconds: int = 100
+    """Timeout of collectives afterwards (CUDA)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Debug:
+    seed: int = 0
+    """The one seed: initial weights, data order and every other random stream derive from it."""
+
+    deterministic: bool = False
+    """Deterministic kernels only (slower on a GPU)."""
+
+    hash_batches: bool = False
+    """Write `batch_sha256`, a hash of each step's whole global batch, to `metrics.jsonl`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """A training run. Every key can be set in the TOML file or as `--section.key value`; the command line wins."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)
