@@ -1,4 +1,4 @@
-"""The one exception whose text is meant for the person who started the run."""
+"""The exceptions whose text is meant for the person who started the run."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     The entry points print the sentence without a traceback and exit with status 2.
     """
+
+
+class Interrupted(Exception):
+    """The run was stopped by a signal after saving; the text says which signal and what was saved."""

@@ -1,3 +1,49 @@
-from titan_loom.config.job_config import JobConfig
+"""The configuration of a run: its sections, how they are read, what is checked before anything starts."""
 
-__all__ = ["JobConfig"]
+from titan_loom.config.job_config import (
+    Checkpoint,
+    Comm,
+    Compile,
+    ControlsGroup,
+    Data,
+    Dataloader,
+    Debug,
+    EmbeddingsGroup,
+    Job,
+    JobConfig,
+    LRScheduler,
+    Metrics,
+    Model,
+    MuonGroup,
+    NgramGroup,
+    Optimizer,
+    Parallelism,
+    Source,
+    Training,
+)
+from titan_loom.config.loading import load_config, print_help, to_toml
+
+__all__ = [
+    "Checkpoint",
+    "Comm",
+    "Compile",
+    "ControlsGroup",
+    "Data",
+    "Dataloader",
+    "Debug",
+    "EmbeddingsGroup",
+    "Job",
+    "JobConfig",
+    "LRScheduler",
+    "Metrics",
+    "Model",
+    "MuonGroup",
+    "NgramGroup",
+    "Optimizer",
+    "Parallelism",
+    "Source",
+    "Training",
+    "load_config",
+    "print_help",
+    "to_toml",
+]

@@ -1,0 +1,1 @@
+"""Layers that model families share. They know nothing of schedules, loops or configurations."""

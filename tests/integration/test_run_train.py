@@ -1,0 +1,158 @@
+"""run_train.sh itself: what a person types, what comes out, what is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def start(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen:
+    folder.mkdir(exist_ok=True)
+    (folder / "small.toml").write_text(runs.SMALL)
+    return subprocess.Popen(
+        [REPOSITORY / "run_train.sh", "--job.dump_folder", "run", *overrides],
+        cwd=folder,
+        env=os.environ | {"CONFIG_FILE": "small.toml", "OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, *overrides: str, **environment: str) -> tuple[int, str, str]:
+    process = start(folder, *overrides, **environment)
+    output, errors = process.communicate(timeout=55)
+    return process.returncode, output, errors
+
+
+def test_a_run_from_another_folder_and_its_second_start(tmp_path):
+    status, output, errors = run(tmp_path, "--training.steps", "3", NGPU="2")
+    assert status == 0, errors
+    assert output.count("step:  3  loss:") == 1
+    assert [row["step"] for row in runs.metrics(tmp_path)] == [1, 2, 3]
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {
+        "config.toml",
+        "metrics.jsonl",
+        "checkpoint",
+        "logs",
+    }
+
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    status, output, errors = run(tmp_path, "--training.steps", "3")
+    assert status == 0
+    assert "finished" in output
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_effective_configuration_runs_again_as_it_is(tmp_path):
+    assert run(tmp_path, "--training.steps", "2")[0] == 0
+    first = runs.metrics(tmp_path)
+    (tmp_path / "run" / "config.toml").rename(tmp_path / "again.toml")
+    status, _, errors = run(tmp_path, "--job.dump_folder", "again/run", CONFIG_FILE="again.toml")
+    assert status == 0, errors
+    assert [row["loss"] for row in runs.metrics(tmp_path / "again")] == [row["loss"] for row in first]
+
+
+def test_sigterm_saves_the_step_that_was_running_and_the_run_continues_exactly(tmp_path):
+    status, _, errors = run(tmp_path / "whole", "--training.steps", "60")
+    assert status == 0, errors
+    process = start(tmp_path / "stopped", "--training.steps", "60", "--metrics.log_freq", "1", NGPU="2")
+    for line in process.stdout:
+        if "step:  5" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=55)
+    assert process.returncode == 1, errors
+    assert "stopped by SIGTERM" in output + errors
+    saved = [int(path.name[5:]) for path in (tmp_path / "stopped" / "run" / "checkpoint").iterdir()]
+    assert len(saved) == 1 and 5 <= saved[0] < 60
+    assert run(tmp_path / "stopped", "--training.steps", "60", NGPU="2")[0] == 0
+    rows, expected = runs.metrics(tmp_path / "stopped"), runs.metrics(tmp_path / "whole")
+    assert [row["batch_sha256"] for row in rows] == [row["batch_sha256"] for row in expected]
+
+
+def test_a_killed_run_loses_at_most_one_interval(tmp_path):
+    overrides = ("--training.steps", "40", "--checkpoint.interval", "4", "--metrics.log_freq", "1")
+    assert run(tmp_path / "whole", *overrides)[0] == 0
+    process = start(tmp_path / "killed", *overrides, "--training.dataloader.num_workers", "2")
+    for line in process.stdout:
+        if "step: 11" in line:
+            break
+    children = descendants(process.pid)
+    for pid in (process.pid, *children):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    status, output, errors = run(tmp_path / "killed", *overrides)
+    assert status == 0, errors
+    assert "Training starts at step 9" in output or "Training starts at step 13" in output
+    keys = ("step", "loss", "grad_norm", "batch_sha256")
+    rows, expected = runs.metrics(tmp_path / "killed"), runs.metrics(tmp_path / "whole")
+    assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected]
+
+
+def test_workers_leave_when_the_launcher_is_killed(tmp_path):
+    process = start(
+        tmp_path, "--training.steps", "100000", "--metrics.log_freq", "1", "--checkpoint.interval", "100000"
+    )
+    for line in process.stdout:
+        if "step:  3" in line:
+            break
+    workers = descendants(process.pid)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "a worker outlived its launcher"
+        time.sleep(0.2)
+    assert list((tmp_path / "run" / "checkpoint").glob("step-*"))
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children] + [pid for child in children for pid in descendants(int(child))]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "hint"),
+    [
+        (["--training.stepz", "3"], "training.stepz", "training.steps"),
+        (["--training.steps", "many"], "training.steps", "many"),
+        (["--training.global_batch_size", "9"], "training.global_batch_size", "9"),
+        (["--data.lanes", "3"], "data.lanes", "3"),
+        (["--model.args.vocab_size", "8000"], "8192", "8000"),
+        (["--training.seq_len", "8192"], "training.seq_len", "4096"),
+        (["--data.sources.code.path", "nowhere"], "data.sources.code.path", "nowhere"),
+        (["--checkpoint.load_step", "7"], "checkpoint.load_step", "7"),
+        (["--model.expected_parameters", "5"], "model.expected_parameters", "5"),
+        (["--parallelism.expected_world_size", "8"], "parallelism.expected_world_size", "8"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(tmp_path, overrides, key, hint):
+    status, output, errors = run(tmp_path, *overrides)
+    assert status == 2, output + errors
+    assert "Traceback" not in output + errors
+    [sentence] = errors.strip().splitlines()
+    assert key in sentence and hint in sentence
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_inspect_and_the_run_agree_on_the_model(tmp_path):
+    (tmp_path / "small.toml").write_text(runs.SMALL)
+    output = subprocess.run(
+        ["titan-loom", "inspect", "--job.config_file", tmp_path / "small.toml", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    parameters = json.loads(output)["parameters"]["total"]
+    status, output, _ = run(tmp_path, "--training.steps", "1", "--model.expected_parameters", str(parameters))
+    assert status == 0
+    assert f"{parameters:,} total parameters" in output

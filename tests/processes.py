@@ -1,0 +1,76 @@
+"""Runs a function in one or several processes that share a gloo process group, and returns what each returned.
+
+The processes come from a fork server that has imported torch once, so that a test pays for its work and not for
+imports. A process that fails brings its traceback; one that hangs is killed.
+"""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from multiprocessing.connection import wait
+
+TIMEOUT_SECONDS = 55
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "titan_loom.trainer"])
+
+
+def run(function, world_size: int = 1, *args) -> list:
+    """Call `function(*args)` on `world_size` ranks; results in rank order."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    receivers, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = _context.Pipe(duplex=False)
+        receivers.append(receiver)
+        processes.append(_context.Process(target=_worker, args=(function, rank, world_size, port, sender, args)))
+        processes[-1].start()
+        sender.close()
+    try:
+        return _collect(receivers)
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(receivers) -> list:
+    """Results in rank order; raises with the traceback of the first rank that fails."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    results: dict[int, object] = {}
+    while len(results) < len(receivers):
+        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
+        ready = wait(waiting, timeout=max(0, deadline - time.monotonic()))
+        assert ready, f"no result within {TIMEOUT_SECONDS} s, only from ranks {sorted(results)}"
+        for receiver in ready:
+            rank = receivers.index(receiver)
+            try:
+                failed, results[rank] = receiver.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died without a word") from None
+            assert not failed, f"rank {rank} of {len(receivers)}:\n{results[rank]}"
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _worker(function, rank, world_size, port, sender, args):
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        LOG_RANK="",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        sender.send((False, function(*args)))
+    except BaseException:
+        sender.send((True, traceback.format_exc()))
+        raise SystemExit(1) from None

@@ -1,0 +1,47 @@
+"""Small sources for the data tests: parquet parts of numbered rows, and the corpus of `tests/assets`."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from titan_loom.config.job_config import Source
+from titan_loom.data.readers import Row, Shard
+from titan_loom.data.rows import RowStream
+from titan_loom.data.sources import list_parts
+
+CORPUS = Path(__file__).parent.parent / "assets" / "corpus"
+
+
+def write_parquet(path: Path, texts: list[str], rows_per_group: int = 4) -> None:
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=rows_per_group)
+
+
+def write_parts(folder: Path, rows_per_part: list[int]) -> list[str]:
+    """One parquet file a part; all texts, each different."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [
+        [f"document {part}.{row} " + "x " * (row % 7) for row in range(rows)] for part, rows in enumerate(rows_per_part)
+    ]
+    for part, part_texts in enumerate(texts):
+        write_parquet(folder / f"part-{part:02}.parquet", part_texts)
+    return [text for part_texts in texts for text in part_texts]
+
+
+def shards_of(path: Path, lanes: int, form: str = "text") -> tuple[Shard, ...]:
+    return list_parts("s", Source(path=str(path), format=form)).shards(lanes)
+
+
+def row_stream(shards: tuple[Shard, ...], lane: int = 0, lanes: int = 1, **changes) -> RowStream:
+    options = {"seed": 0, "source_name": "s", "window": 4, "open_parts": 2, "columns": ("text",), **changes}
+    return RowStream(shards, lane=lane, lanes=lanes, **options)
+
+
+def rows_of_epoch(stream: RowStream, epoch: int) -> list[Row]:
+    """The rows that `stream` gives in `epoch`."""
+    rows = []
+    for row, state in stream:
+        if state[0] > epoch:
+            return rows
+        if state[0] == epoch:
+            rows.append(row)

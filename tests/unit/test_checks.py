@@ -1,0 +1,137 @@
+import pytest
+
+from titan_loom.config import Data, JobConfig, Source, Training
+from titan_loom.config.checks import BELOW_ONE, FRACTIONS, NOT_NEGATIVE, POSITIVE, check
+from titan_loom.config.decoding import Text, keys, override
+from titan_loom.errors import UserError
+
+GOOD = JobConfig(
+    data=Data(lanes=4, sources={"a": Source(path="a"), "b": Source(path="b")}),
+    training=Training(steps=100, local_batch_size=4, global_batch_size=16, seq_len=10),
+)
+
+
+def changed(**words: str) -> JobConfig:
+    """`GOOD` with overrides; `__` stands for the dots of a key."""
+    config = GOOD
+    for key, word in words.items():
+        table = Text(word)
+        for name in reversed(key.split("__")):
+            table = {name: table}
+        config = override(config, table)
+    return config
+
+
+def sentence(config: JobConfig, world_size: int = 1) -> str:
+    with pytest.raises(UserError) as error:
+        check(config, world_size)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_good_configuration_passes(world_size):
+    check(GOOD, world_size)
+
+
+def test_every_range_belongs_to_a_key():
+    assert set(POSITIVE + NOT_NEGATIVE + FRACTIONS + BELOW_ONE) <= set(keys(JobConfig))
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "allowed"),
+    [
+        *[(key, "0", "greater than 0") for key in POSITIVE],
+        *[(key, "-1", "0 or greater") for key in NOT_NEGATIVE],
+        *[(key, word, "from 0 to 1") for key in FRACTIONS for word in ("-0.1", "1.1", "nan")],
+        *[(key, word, "at least 0 and less than 1") for key in BELOW_ONE for word in ("-0.1", "1", "nan")],
+        ("optimizer.lr", "inf", "finite"),
+        ("optimizer.muon.lr", "nan", "0 or greater"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused(key, word, allowed):
+    found = sentence(changed(**{key.replace(".", "__"): word}))
+    assert found.startswith(f"{key} is {word}")
+    assert found.endswith(f"it must be {allowed}")
+
+
+def test_an_infinite_norm_means_no_clipping():
+    check(changed(training__max_norm="inf"), 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ({"training__steps": "none"}, ["training.steps", "training.total_tokens", "neither"]),
+        ({"training__total_tokens": "7"}, ["training.steps", "training.total_tokens", "100 and 7"]),
+        ({"data__sources__a__path": ""}, ["data.sources.a.path is not set"]),
+        ({"data__sources__b__share": "0"}, ["data.sources.b.share is 0.0", "greater than 0"]),
+        ({"data__sources__b__share": "inf"}, ["data.sources.b.share is inf", "finite"]),
+        ({"data__sources__b__share": "nan"}, ["data.sources.b.share is nan"]),
+        ({"data__sources__b__encode_batch_size": "0"}, ["data.sources.b.encode_batch_size is 0", "1 or greater"]),
+        (
+            {"lr_scheduler__warmup_steps": "3", "lr_scheduler__warmup_tokens": "5"},
+            ["lr_scheduler.warmup_steps is 3", "lr_scheduler.warmup_tokens is 5", "only one"],
+        ),
+        (
+            {"lr_scheduler__warmup_steps": "90", "lr_scheduler__decay_ratio": "0.2"},
+            ["lr_scheduler.warmup_steps is 90", "decay_ratio = 0.2", "20 of", "100 steps", "at most 80"],
+        ),
+        (
+            {"lr_scheduler__warmup_tokens": "12801", "lr_scheduler__decay_ratio": "0.2"},
+            ["lr_scheduler.warmup_tokens is 12801 (81 steps)", "at most 80"],
+        ),
+        ({"lr_scheduler__total_steps": "99"}, ["lr_scheduler.total_steps is 99", "at least the run's 100 steps"]),
+        ({"optimizer__final_weight_decay": "0.1"}, ["optimizer.weight_decay_switch_tokens is not set"]),
+        ({"optimizer__weight_decay_switch_tokens": "5"}, ["optimizer.final_weight_decay is not set"]),
+        (
+            {
+                "optimizer__weight_decay": "0",
+                "optimizer__final_weight_decay": "0.1",
+                "optimizer__weight_decay_switch_tokens": "5",
+            },
+            ["optimizer.weight_decay is 0", "greater than 0"],
+        ),
+        ({"training__z_loss_until_tokens": "5"}, ["training.z_loss_until_tokens is 5", "training.z_loss is 0"]),
+        ({"compile__enable": "true", "compile__components": ""}, ["compile.components is empty", '"model"']),
+        ({"checkpoint__keep_latest_k": "1"}, ["checkpoint.keep_latest_k is 1", "0", "at least 2"]),
+        ({"checkpoint__load_step": "-2"}, ["checkpoint.load_step is -2", "-1"]),
+        (
+            {"checkpoint__load_step": "5", "checkpoint__resume": "false"},
+            ["checkpoint.load_step is 5", "checkpoint.resume = true"],
+        ),
+        ({"checkpoint__folder": "/tmp/x"}, ["checkpoint.folder is '/tmp/x'", "inside job.dump_folder"]),
+        ({"checkpoint__folder": ""}, ["checkpoint.folder is ''"]),
+        ({"metrics__save_tb_folder": "../x"}, ["metrics.save_tb_folder is '../x'"]),
+    ],
+)
+def test_values_that_do_not_fit_together_are_refused(words, parts):
+    found = sentence(changed(**words))
+    assert all(part in found for part in parts), found
+
+
+def test_a_run_needs_a_source():
+    assert "data.sources is empty" in sentence(JobConfig(training=Training(steps=1), data=Data(lanes=1)))
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
+    assert sentence(changed(training__global_batch_size="20"), world_size=2).endswith("4 x 2 = 8, such as 16 or 24")
+    assert sentence(changed(training__global_batch_size="3")).endswith("4 x 1 = 4, such as 4")
+
+
+@pytest.mark.parametrize(("lanes", "world_size", "allowed"), [("3", 1, "1, 2, 4, 8 or 16"), ("2", 4, "4, 8 or 16")])
+def test_lanes_that_do_not_divide_name_those_that_do(lanes, world_size, allowed):
+    found = sentence(changed(data__lanes=lanes), world_size)
+    assert found.startswith(f"data.lanes is {lanes}; it must divide training.global_batch_size = 16")
+    assert found.endswith(f": {allowed}")
+
+
+def test_the_expected_number_of_processes_is_held():
+    config = changed(parallelism__expected_world_size="2")
+    check(config, 2)
+    assert sentence(config, 1) == "parallelism.expected_world_size is 2; this run has 1 process"
+
+
+def test_a_schedule_may_be_longer_than_the_run_or_end_above_zero():
+    check(changed(lr_scheduler__total_steps="200", lr_scheduler__warmup_steps="120"), 1)
+    check(changed(lr_scheduler__total_steps="50", lr_scheduler__min_lr_factor="0.1"), 1)

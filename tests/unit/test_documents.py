@@ -1,0 +1,78 @@
+import pytest
+
+from titan_loom.data import documents
+from titan_loom.data.documents import FORMATS, MAX_CONTENT_CHARS, get_format, register_format
+from titan_loom.errors import UserError
+
+FILES = [
+    {"file_path": "a.py", "content": "print(1)\n", "language": "Python", "is_vendor": False},
+    {"file_path": "vendor/b.js", "content": "x", "language": "JavaScript", "is_vendor": True},
+    {"file_path": "blank.py", "content": " \n\t", "language": "Python", "is_vendor": False},
+    {"file_path": "null.py", "content": None, "language": "Python", "is_vendor": False},
+    {"file_path": "c.rs", "content": "fn main() {}", "language": None, "is_vendor": None},
+]
+EXPECTED = [
+    "repository: me/tool\nfile: a.py\nlanguage: Python\nprint(1)\n",
+    "repository: me/tool\nfile: c.rs\nlanguage: Rust\nfn main() {}",
+]
+
+
+def repository(files):
+    return list(FORMATS["repository"].documents({"repo_path": "me/tool", "files": files}))
+
+
+def test_repository_files_are_adjacent_in_order_without_vendored_and_blank_ones():
+    assert repository(FILES) == EXPECTED
+
+
+def test_a_struct_of_lists_gives_the_documents_of_a_list_of_structs():
+    assert repository({key: [file[key] for file in FILES] for key in FILES[0]}) == EXPECTED
+
+
+def test_a_repository_without_files_gives_nothing():
+    assert repository([]) == repository(None) == repository({"file_path": [], "content": []}) == []
+
+
+def test_long_content_is_cut_in_pieces_with_the_header_each():
+    content = "".join(chr(97 + i % 26) for i in range(2 * MAX_CONTENT_CHARS + 5))
+    pieces = repository([{"file_path": "long.py", "content": content, "language": "Python"}])
+    header = "repository: me/tool\nfile: long.py\nlanguage: Python\n"
+    assert [len(piece) - len(header) for piece in pieces] == [MAX_CONTENT_CHARS, MAX_CONTENT_CHARS, 5]
+    assert all(piece.startswith(header) for piece in pieces)
+    assert "".join(piece.removeprefix(header) for piece in pieces) == content
+
+
+def test_content_of_exactly_the_limit_stays_whole():
+    assert len(repository([{"file_path": "x", "content": "y" * MAX_CONTENT_CHARS}])) == 1
+
+
+def test_text_rows_give_one_document_unless_blank():
+    text = FORMATS["text"].documents
+    assert [list(text({"text": value})) for value in ("hello\n", "", "  ", None)] == [["hello\n"], [], [], []]
+
+
+def test_file_rows_have_the_header_of_repository_files():
+    row = {"repo_path": "me/tool", "file_path": "a.py", "content": "print(1)\n"}
+    assert list(FORMATS["file"].documents(row)) == EXPECTED[:1]
+
+
+def test_a_user_adds_a_format(monkeypatch):
+    monkeypatch.setattr(documents, "FORMATS", dict(FORMATS))
+
+    @register_format("chat", columns=("question", "answer"))
+    def chat(row):
+        yield row["question"] + row["answer"]
+
+    form = get_format("talk", "chat")
+    assert form.columns == ("question", "answer")
+    assert list(form.documents({"question": "a?", "answer": "b"})) == ["a?b"]
+
+
+def test_an_unknown_format_is_named_with_the_choices():
+    with pytest.raises(UserError, match=r"data\.sources\.web\.format = 'txt' .* file, repository, text"):
+        get_format("web", "txt")
+
+
+def test_a_row_without_the_column_is_the_users_mistake():
+    with pytest.raises(UserError, match=r"data\.sources\.web: a row lacks the column 'text'.*'text'"):
+        list(FORMATS["text"].read({"body": "x"}, "data.sources.web"))

@@ -1,0 +1,280 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from titan_loom.distributed.init import materialize
+from titan_loom.errors import UserError
+from titan_loom.models import build_model
+from titan_loom.models.nanocoder import FLAVORS
+from titan_loom.models.nanocoder.args import NanoCoderArgs
+from titan_loom.models.nanocoder.model import NanoCoder
+from titan_loom.models.nanocoder.ngram import ngram_rows
+
+TINY = NanoCoderArgs(
+    vocab_size=61,
+    dim=24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_dim=20,
+    prelude=1,
+    loop=2,
+    coda=1,
+    num_loops=2,
+    ngram_rows=53,
+    ngram_dim=5,
+    max_seq_len=32,
+)
+VARIANTS = [
+    TINY,
+    replace(TINY, refresh="gated"),
+    replace(TINY, rope_interleaved=False),
+    replace(TINY, schedule=(0, 1, 1, 2, 0), ngram_visits=(0, 2)),
+]
+
+
+def meta(args: NanoCoderArgs) -> NanoCoder:
+    with torch.device("meta"):
+        return build_model(args)
+
+
+def initialized(args: NanoCoderArgs, seed: int = 0) -> NanoCoder:
+    model = meta(args)
+    materialize(model, torch.device("cpu"), seed)
+    return model
+
+
+def trained(args: NanoCoderArgs) -> NanoCoder:
+    """A model in fp64 in which every parameter matters: none is 0, 1 or small."""
+    model = initialized(args).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4 + 0.1)
+    return model
+
+
+def tokens(batch: int = 2, seq: int = 12, vocab_size: int = TINY.vocab_size) -> torch.Tensor:
+    return torch.randint(0, vocab_size, (batch, seq), generator=torch.Generator().manual_seed(2))
+
+
+def reference(model: NanoCoder, ids: torch.Tensor, num_loops: int | None = None) -> torch.Tensor:
+    """The hidden state by the equations, token by token and head by head, from the parameters alone."""
+    args, p = model.args, dict(model.named_parameters())
+    seq = ids.shape[1]
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + args.norm_eps).sqrt() * p[f"{name}.weight"]
+
+    def turn(x):  # (batch, seq, head_dim)
+        turned = torch.empty_like(x)
+        for position in range(seq):
+            for i in range(args.head_dim // 2):
+                a, b = (2 * i, 2 * i + 1) if args.rope_interleaved else (i, i + args.head_dim // 2)
+                angle = position * args.rope_theta ** (-2 * i / args.head_dim)
+                turned[:, position, a] = x[:, position, a] * math.cos(angle) - x[:, position, b] * math.sin(angle)
+                turned[:, position, b] = x[:, position, a] * math.sin(angle) + x[:, position, b] * math.cos(angle)
+        return turned
+
+    def attention(x, block):
+        q, k, v = (x @ p[f"{block}.attention.{name}.weight"].T for name in ("query", "key", "value"))
+        outputs = []
+        for head in range(args.num_heads):
+            shared = head // (args.num_heads // args.num_kv_heads)
+            of_q = slice(head * args.head_dim, (head + 1) * args.head_dim)
+            of_kv = slice(shared * args.head_dim, (shared + 1) * args.head_dim)
+            q_head = turn(norm(q[..., of_q], f"{block}.attention.query_norm"))
+            k_head = turn(norm(k[..., of_kv], f"{block}.attention.key_norm"))
+            scores = q_head @ k_head.transpose(1, 2) / math.sqrt(args.head_dim)
+            scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -math.inf)
+            outputs.append(scores.softmax(-1) @ v[..., of_kv])
+        return torch.cat(outputs, -1) @ p[f"{block}.attention.output.weight"].T
+
+    def gated_refresh(x0, a, block):
+        n = norm(a.detach(), f"{block}.attention_norm")
+        kernel = p[f"{block}.kernel"]
+        conv = torch.zeros_like(n)
+        for t in range(seq):
+            for back in range(min(t, 8) + 1):
+                conv[:, t] += kernel[:, 8 - back] * n[:, t - back]
+        g = n @ p[f"{block}.gate.weight"].T + conv
+        v = norm(x0, f"{block}.embedding_norm") @ p[f"{block}.value.weight"].T
+        return norm((g * torch.sigmoid(g) * v) @ p[f"{block}.output.weight"].T, f"{block}.output_norm")
+
+    x = x0 = p["embedding.weight"][ids] * math.sqrt(args.dim)
+    rows = [ngram_rows(ids, args.ngram_rows, order) for order in (2, 4)]
+    tables = (p["ngram.bigram_table.weight"], p["ngram.fourgram_table.weight"])
+    u = torch.cat([table[row] for table, row in zip(tables, rows, strict=True)], -1) @ p["ngram.out_proj.weight"].T
+    injections = args.injections(num_loops)
+    for visit, layer in enumerate(args.visits(num_loops)):
+        block = f"blocks.{layer}"
+        if visit in injections:
+            x = x + p["ngram.injection_scales"][injections[visit]] * u
+        if args.refresh == "scalar":
+            x = x + p[f"{block}.alpha"] * x0
+        a = attention(norm(x, f"{block}.attention_norm"), block)
+        x = x + a
+        if args.refresh == "gated":
+            x = x + p[f"{block}.alpha"] * gated_refresh(x0, a, f"{block}.refresh")
+        n = norm(x, f"{block}.feed_forward_norm")
+        gate, up, down = (p[f"{block}.feed_forward.{name}.weight"] for name in ("gate", "up", "down"))
+        g = n @ gate.T
+        x = x + (g * torch.sigmoid(g) * (n @ up.T)) @ down.T
+    return norm(x, "final_norm")
+
+
+@pytest.mark.parametrize("args", VARIANTS)
+def test_forward_and_gradients_follow_the_equations(args):
+    model, ids = trained(args), tokens()
+    weights = torch.randn(2, 12, args.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    hidden, expected = model(ids), reference(model, ids)
+    # The RoPE tables are in fp32 by design: agreement ends there.
+    torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad((hidden * weights).sum(), list(model.parameters()))
+    wanted = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
+    for (name, _), gradient, expected_gradient in zip(model.named_parameters(), found, wanted, strict=True):
+        error = (gradient - expected_gradient).norm() / expected_gradient.norm()
+        assert error < 1e-4, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("num_loops", [1, 2, 4])
+def test_another_number_of_loops_follows_the_equations(num_loops):
+    model, ids = trained(TINY), tokens()
+    torch.testing.assert_close(model(ids, num_loops), reference(model, ids, num_loops), rtol=1e-5, atol=1e-5)
+
+
+def test_a_fixed_schedule_refuses_a_number_of_loops():
+    with pytest.raises(UserError, match="num_loops is 2"):
+        trained(VARIANTS[3])(tokens(), num_loops=2)
+
+
+@pytest.mark.parametrize("args", VARIANTS[:2])
+def test_no_token_sees_a_later_one(args):
+    model, ids = trained(args), tokens()
+    changed = ids.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % args.vocab_size
+    difference = (model(ids) - model(changed)).abs().amax((0, 2))
+    assert difference[:7].max() == 0
+    assert difference[7:].min() > 1e-6
+
+
+def test_the_head_is_the_embedding():
+    model = trained(TINY)
+    hidden = model(tokens())
+    assert model.head_weight is model.embedding.weight
+    assert torch.equal(model.logits(hidden), F.linear(hidden, model.embedding.weight))
+
+
+@pytest.mark.parametrize(
+    ("flavor", "total", "transformer", "ngram"),
+    [
+        ("nanocoder", 9_895_690, 7_975_688, 1_920_002),
+        ("nanocoder-gated", 9_895_690, 7_975_688, 1_920_002),
+        ("minicoder", 24_949_999, 19_950_029, 4_999_970),
+        ("minicoder-gated", 24_949_999, 19_950_029, 4_999_970),
+    ],
+)
+def test_flavors_have_their_exact_counts(flavor, total, transformer, ngram):
+    parts = meta(FLAVORS[flavor]).parameter_parts()
+    assert (parts["total"], parts["transformer"], parts["ngram"]) == (total, transformer, ngram)
+    assert parts["embedding"] + parts["blocks"] + parts["final_norm"] == transformer
+
+
+def test_a_shared_parameter_counts_once():
+    model = meta(TINY)
+    before = model.parameter_parts()["total"]
+    model.head = torch.nn.Linear(TINY.dim, TINY.vocab_size, bias=False, device="meta")
+    model.head.weight = model.embedding.weight
+    assert model.parameter_parts()["total"] == before
+
+
+@pytest.mark.parametrize("args", [*VARIANTS, FLAVORS["nanocoder-gated"]])
+def test_there_are_no_buffers_and_no_scalar_parameters(args):
+    model = meta(args)
+    assert not list(model.buffers())
+    assert all(parameter.ndim in (1, 2) for parameter in model.parameters())
+    assert all(block.alpha.shape == (1,) for block in model.blocks)
+
+
+def test_initial_values():
+    args = FLAVORS["nanocoder-gated"]
+    model = initialized(args)
+    residual = 0.02 / math.sqrt(2 * 11)
+    block = dict(model.blocks[4].named_parameters())
+    for name, std in {
+        "attention.query.weight": 0.02,
+        "attention.output.weight": residual,
+        "feed_forward.gate.weight": 0.02,
+        "feed_forward.down.weight": residual,
+        "refresh.output.weight": 0.02,
+        "refresh.kernel": 0.02,
+    }.items():
+        assert block[name].std().item() == pytest.approx(std, rel=0.05), name
+    assert model.ngram.bigram_table.weight.std().item() == pytest.approx(0.02, rel=0.01)
+    assert (model.embedding.weight * math.sqrt(args.dim)).square().mean().item() == pytest.approx(1, rel=0.01)
+    assert model.ngram.injection_scales.tolist() == [0.5, 0.5]
+    assert block["alpha"].tolist() == [0.0]
+    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    assert len(norms) == 8 * 7 + 1
+    assert all((parameter == 1).all() for parameter in norms)
+
+
+def test_initial_values_depend_on_seed_and_name_only():
+    model, other = initialized(TINY), initialized(TINY, seed=1)
+    longer = initialized(replace(TINY, coda=2))
+    assert torch.equal(model.blocks[3].attention.query.weight, longer.blocks[3].attention.query.weight)
+    assert not torch.equal(model.embedding.weight, other.embedding.weight)
+    assert not torch.equal(model.blocks[0].attention.query.weight, model.blocks[1].attention.query.weight)
+
+
+@pytest.mark.parametrize(("args", "num_loops"), [*((args, None) for args in VARIANTS), (TINY, 1), (VARIANTS[1], 3)])
+def test_flops_equal_what_torch_counts(args, num_loops):
+    model, ids = initialized(args), tokens()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.logits(model(ids, num_loops)).sum().backward()
+    convolutions = sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "convolution" in str(op))
+    assert counter.get_total_flops() - convolutions == ids.numel() * model.flops_per_token(ids.shape[1], num_loops)
+
+
+@pytest.mark.parametrize("refresh", ["scalar", "gated"])
+def test_one_graph_serves_every_layer_visit_and_number_of_loops(refresh):
+    """The first block called with x and x0 the same tensor once cost a second graph."""
+    torch._dynamo.reset()
+    model, ids = initialized(replace(TINY, refresh=refresh)), tokens()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.blocks:
+        block.compile(backend=backend, dynamic=False)
+    for num_loops in (None, 1, 4):
+        model(ids, num_loops).sum().backward()
+        with torch.no_grad():
+            for block in model.blocks:
+                block.alpha += 0.1
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("args", VARIANTS[:2])
+def test_bf16_stays_close_and_repeats_to_the_bit(args):
+    exact, ids = initialized(args), tokens(seq=32)
+    model = initialized(args).bfloat16()
+    hidden = model(ids)
+    assert hidden.dtype == torch.bfloat16
+    assert torch.equal(hidden, model(ids))
+    assert (hidden.float() - exact(ids)).norm() < 0.02 * exact(ids).norm()
+
+
+def test_the_embeddings_gradient_does_not_lose_a_frequent_token_in_bf16():
+    """Summed in bf16, 600 gradients of 1 made 256."""
+    model = meta(TINY).to(torch.bfloat16).to_empty(device="cpu")
+    model.embedding(torch.zeros(600, dtype=torch.int64)).sum().backward()
+    assert model.embedding.weight.grad[0].unique().tolist() == [600.0]

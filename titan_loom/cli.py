@@ -1,0 +1,53 @@
+"""`titan-loom <verb> ...`: what one does around a run. Every verb takes its own arguments."""
+
+import difflib
+import sys
+from collections.abc import Callable
+
+from titan_loom.config import load_config
+from titan_loom.errors import UserError
+from titan_loom.tools.logging import init_logger
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; return the exit status: 0 done, 2 the user's mistake (one sentence on stderr)."""
+    verb, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    init_logger(sys.stderr)  # stdout belongs to what the verb prints
+    try:
+        if verb in ("-h", "--help"):
+            print("usage: titan-loom <verb> ...\n")
+            for name, function in VERBS.items():
+                print(f"  {name:<12}{function.__doc__}")
+        elif verb in VERBS:
+            VERBS[verb](rest)
+        else:
+            nearest = max(VERBS, key=lambda name: difflib.SequenceMatcher(None, verb, name).ratio())
+            raise UserError(
+                f"{verb!r} is not a verb of titan-loom ({', '.join(VERBS)}); the nearest one is {nearest!r}"
+            )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _inspect(argv: list[str]) -> None:
+    """Print parameters, layers, visits, optimizer groups and FLOPs: --job.config_file X [--json] [overrides]."""
+    config = load_config([word for word in argv if word != "--json"])
+    from titan_loom.tools import inspect
+
+    inspect.main(config, "--json" in argv)
+
+
+def _tokenizer(argv: list[str]) -> None:
+    """Train a tokenizer: [--path SOURCE ...] [--out FOLDER] [--vocab_size N]."""
+    from titan_loom.data import train_tokenizer
+
+    train_tokenizer.main(argv)
+
+
+VERBS: dict[str, Callable[[list[str]], None]] = {"inspect": _inspect, "tokenizer": _tokenizer}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""What the numbers of a configuration must satisfy among themselves, and with the number of processes.
+
+Everything here needs the configuration only: no file, no model, no tensor. Each rule is one sentence for the person
+who broke it.
+"""
+
+import math
+from functools import reduce
+from pathlib import PurePath
+from typing import Any
+
+from titan_loom.config.job_config import Checkpoint, Compile, Data, JobConfig, LRScheduler, Optimizer, Training
+from titan_loom.errors import UserError
+
+POSITIVE = [
+    "model.expected_parameters",
+    "data.lanes",
+    "data.window",
+    "data.open_parts",
+    "training.local_batch_size",
+    "training.global_batch_size",
+    "training.seq_len",
+    "training.steps",
+    "training.total_tokens",
+    "training.max_norm",
+    "training.z_loss_until_tokens",
+    "training.loss_chunk_tokens",
+    "training.gc_freq",
+    "training.dataloader.prefetch_factor",
+    "optimizer.eps",
+    "optimizer.weight_decay_switch_tokens",
+    "optimizer.muon.ns_steps",
+    "lr_scheduler.total_steps",
+    "parallelism.expected_world_size",
+    "checkpoint.interval",
+    "metrics.log_freq",
+    "comm.init_timeout_seconds",
+    "comm.train_timeout_seconds",
+]
+NOT_NEGATIVE = [
+    "training.z_loss",
+    "training.dataloader.num_workers",
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "optimizer.final_weight_decay",
+    "optimizer.muon.lr",
+    "optimizer.muon.weight_decay",
+    "optimizer.embeddings.lr",
+    "optimizer.embeddings.weight_decay",
+    "optimizer.ngram.lr",
+    "optimizer.ngram.weight_decay",
+    "optimizer.controls.lr",
+    "optimizer.controls.weight_decay",
+    "lr_scheduler.warmup_steps",
+    "lr_scheduler.warmup_tokens",
+    "checkpoint.keep_latest_k",
+]
+FRACTIONS = ["lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"]
+BELOW_ONE = ["optimizer.beta1", "optimizer.beta2", "optimizer.muon.momentum"]
+UNLIMITED = ["training.max_norm"]  # inf: no clipping
+
+
+def check(config: JobConfig, world_size: int) -> None:
+    """Check `config` for a run of `world_size` processes.
+
+    Raises:
+        UserError: the first rule that is broken, with the key, the value and what is allowed.
+    """
+    _check_ranges(config)
+    _check_length(config.training)
+    _check_world_size(config.parallelism.expected_world_size, world_size)
+    _check_batch(config.training, world_size)
+    _check_lanes(config.data.lanes, config.training.global_batch_size, world_size)
+    _check_sources(config.data)
+    _check_learning_rate(config.lr_scheduler, config.training)
+    _check_token_switches(config.optimizer, config.training)
+    _check_compile(config.compile)
+    _check_checkpoint(config.checkpoint)
+    _check_folder("checkpoint.folder", config.checkpoint.folder)
+    _check_folder("metrics.save_tb_folder", config.metrics.save_tb_folder)
+
+
+def value_of(config: JobConfig, key: str) -> Any:
+    """The value of the full key `key`."""
+    return reduce(getattr, key.split("."), config)
+
+
+def _check_ranges(config: JobConfig) -> None:
+    rules = [
+        (POSITIVE, lambda value: value > 0, "greater than 0"),
+        (NOT_NEGATIVE, lambda value: value >= 0, "0 or greater"),
+        (FRACTIONS, lambda value: 0 <= value <= 1, "from 0 to 1"),
+        (BELOW_ONE, lambda value: 0 <= value < 1, "at least 0 and less than 1"),
+    ]
+    for keys, is_allowed, allowed in rules:
+        for key in keys:
+            value = value_of(config, key)
+            if value is None:
+                continue
+            if not is_allowed(value):
+                raise UserError(f"{key} is {value}; it must be {allowed}")
+            if math.isinf(value) and key not in UNLIMITED:
+                raise UserError(f"{key} is {value}; it must be finite")
+
+
+def _check_length(training: Training) -> None:
+    if (training.steps is None) == (training.total_tokens is None):
+        found = "neither is set" if training.steps is None else f"they are {training.steps} and {training.total_tokens}"
+        raise UserError(f"exactly one of training.steps and training.total_tokens must be set; {found}")
+
+
+def _check_world_size(expected: int | None, world_size: int) -> None:
+    if expected not in (None, world_size):
+        raise UserError(f"parallelism.expected_world_size is {expected}; this run has {_processes(world_size)}")
+
+
+def _check_batch(training: Training, world_size: int) -> None:
+    batch, unit = training.global_batch_size, training.local_batch_size * world_size
+    if batch % unit:
+        nearest = [multiple for multiple in (batch // unit * unit, (batch // unit + 1) * unit) if multiple]
+        raise UserError(
+            f"training.global_batch_size is {batch}; it must be a multiple of training.local_batch_size times the "
+            f"number of processes, {training.local_batch_size} x {world_size} = {unit}, such as {_or(nearest)}"
+        )
+
+
+def _check_lanes(lanes: int, batch: int, world_size: int) -> None:
+    allowed = [n for n in range(world_size, batch + 1, world_size) if batch % n == 0]
+    if lanes not in allowed:
+        raise UserError(
+            f"data.lanes is {lanes}; it must divide training.global_batch_size = {batch} and be a multiple of the "
+            f"number of processes = {world_size}: {_or(allowed)}"
+        )
+
+
+def _check_sources(data: Data) -> None:
+    if not data.sources:
+        raise UserError("data.sources is empty; a run needs at least one [data.sources.<name>] with a path")
+    for name, source in data.sources.items():
+        key = f"data.sources.{name}"
+        if not source.path:
+            raise UserError(f"{key}.path is not set; it must be a file, a folder, a dataset or `embedded:<name>`")
+        if not 0 < source.share < math.inf:
+            raise UserError(f"{key}.share is {source.share}; it must be greater than 0 and finite")
+        if source.encode_batch_size < 1:
+            raise UserError(f"{key}.encode_batch_size is {source.encode_batch_size}; it must be 1 or greater")
+
+
+def _check_learning_rate(schedule: LRScheduler, training: Training) -> None:
+    if schedule.warmup_steps is not None and schedule.warmup_tokens is not None:
+        raise UserError(
+            f"lr_scheduler.warmup_steps is {schedule.warmup_steps} and lr_scheduler.warmup_tokens is "
+            f"{schedule.warmup_tokens}; only one of them can be set"
+        )
+    total = schedule.total_steps or training.num_steps
+    if total < training.num_steps and schedule.min_lr_factor == 0:
+        raise UserError(
+            f"lr_scheduler.total_steps is {total}; it must be at least the run's {training.num_steps} steps, or the "
+            "rest of them would have a learning rate of 0"
+        )
+    if schedule.warmup_tokens is None:
+        warmup, found = schedule.warmup_steps or 0, f"lr_scheduler.warmup_steps is {schedule.warmup_steps}"
+    else:
+        warmup = -(-schedule.warmup_tokens // training.tokens_per_step)
+        found = f"lr_scheduler.warmup_tokens is {schedule.warmup_tokens} ({warmup} steps)"
+    decay = round(total * schedule.decay_ratio)
+    if warmup + decay > total:
+        raise UserError(
+            f"{found}; with lr_scheduler.decay_ratio = {schedule.decay_ratio} the decay takes {decay} of the "
+            f"schedule's {total} steps, so the warm-up may have at most {total - decay}; lr_scheduler.total_steps may "
+            "be more than the run's steps"
+        )
+
+
+def _check_token_switches(optimizer: Optimizer, training: Training) -> None:
+    final, switch = optimizer.final_weight_decay, optimizer.weight_decay_switch_tokens
+    if (final is None) != (switch is None):
+        missing = "final_weight_decay" if final is None else "weight_decay_switch_tokens"
+        raise UserError(
+            f"optimizer.{missing} is not set; final_weight_decay and weight_decay_switch_tokens go together"
+        )
+    if final is not None and optimizer.weight_decay == 0:
+        raise UserError(
+            f"optimizer.weight_decay is 0 and optimizer.final_weight_decay is {final}; groups are scaled by the ratio "
+            "of the two, so weight_decay must be greater than 0"
+        )
+    if training.z_loss_until_tokens is not None and training.z_loss == 0:
+        raise UserError(
+            f"training.z_loss_until_tokens is {training.z_loss_until_tokens} but training.z_loss is 0; it must be "
+            "greater than 0 to be switched off"
+        )
+
+
+def _check_compile(compile: Compile) -> None:
+    if compile.enable and not compile.components:
+        raise UserError('compile.components is empty; it must name "model", "loss" or both when compile.enable is true')
+
+
+def _check_checkpoint(checkpoint: Checkpoint) -> None:
+    if checkpoint.keep_latest_k == 1:
+        raise UserError("checkpoint.keep_latest_k is 1; it must be 0 (keep all) or at least 2")
+    if checkpoint.load_step < -1:
+        raise UserError(f"checkpoint.load_step is {checkpoint.load_step}; it must be -1 (the newest) or a step")
+    if checkpoint.load_step >= 0 and not checkpoint.resume:
+        raise UserError(
+            f"checkpoint.load_step is {checkpoint.load_step}; it needs checkpoint.resume = true, which is false"
+        )
+
+
+def _check_folder(key: str, folder: str) -> None:
+    path = PurePath(folder)
+    if path == PurePath() or path.is_absolute() or ".." in path.parts:
+        raise UserError(f"{key} is {folder!r}; it must name a folder inside job.dump_folder")
+
+
+def _processes(world_size: int) -> str:
+    return "1 process" if world_size == 1 else f"{world_size} processes"
+
+
+def _or(values: list[int]) -> str:
+    return " or ".join([", ".join(map(str, values[:-1])), str(values[-1])] if len(values) > 1 else map(str, values))

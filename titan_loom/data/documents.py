@@ -1,0 +1,106 @@
+"""How a row becomes documents. A format is a function from a row to document texts, registered under a name.
+
+A format of your own takes a few lines:
+
+    @register_format("chat", columns=("question", "answer"))
+    def chat(row):
+        yield f"{row['question']}\\n\\n{row['answer']}"
+
+Only the declared columns are read. A format is a pure function of its row: the position in the stream counts documents.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from titan_loom.data.languages import language_of
+from titan_loom.errors import UserError
+
+MAX_CONTENT_CHARS = 200_000
+"""Longer files are cut into pieces of this many characters, each with the file's header."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """`columns` must be there, `optional` ones are read if they are. `files.content` is the field `content` of the
+    structs in column `files`."""
+
+    name: str
+    columns: tuple[str, ...]
+    optional: tuple[str, ...]
+    documents: Callable[[Row], Iterable[str]]
+
+    def read(self, row: Row, source: str) -> Iterator[str]:
+        """The documents of `row`. Raises UserError, which names `source`, when the row lacks a column."""
+        try:
+            yield from self.documents(row)
+        except KeyError as error:
+            raise UserError(f"{source}: a row lacks the column {error}, which format {self.name!r} needs") from error
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def register_format(name: str, *, columns: tuple[str, ...], optional: tuple[str, ...] = ()):
+    """Decorator that makes a function from a row to document texts available as `data.sources.<source>.format =
+    name`."""
+
+    def register(documents: Callable[[Row], Iterable[str]]):
+        FORMATS[name] = Format(name, columns, optional, documents)
+        return documents
+
+    return register
+
+
+def get_format(source_name: str, name: str) -> Format:
+    """The format called `name`. Raises UserError with the choices when there is none."""
+    if name not in FORMATS:
+        choices = ", ".join(sorted(FORMATS))
+        raise UserError(f"data.sources.{source_name}.format = {name!r} is not known: the formats are {choices}")
+    return FORMATS[name]
+
+
+@register_format("text", columns=("text",))
+def text_documents(row: Row) -> Iterator[str]:
+    """One document a row: column `text`. Blank rows give none."""
+    if not _is_blank(row["text"]):
+        yield row["text"]
+
+
+_REPOSITORY_COLUMNS = ("repo_path", "files.file_path", "files.content")
+
+
+@register_format("repository", columns=_REPOSITORY_COLUMNS, optional=("files.language", "files.is_vendor"))
+def repository_documents(row: Row) -> Iterator[str]:
+    """A repository's files, in order. Vendored and blank files are skipped.
+
+    `files` is a list of structs or, as some readers give it, a struct of lists.
+    """
+    files = row["files"] or []
+    if isinstance(files, dict):
+        files = [dict(zip(files, values, strict=True)) for values in zip(*files.values(), strict=True)]
+    for file in files:
+        if not file.get("is_vendor"):
+            yield from _file_documents(row["repo_path"], file)
+
+
+@register_format("file", columns=("file_path", "content"), optional=("repo_path", "language"))
+def file_documents(row: Row) -> Iterator[str]:
+    """One file a row."""
+    return _file_documents(row.get("repo_path"), row)
+
+
+def _file_documents(repository: str | None, file: Row) -> Iterator[str]:
+    path, content = file["file_path"], file["content"]
+    if _is_blank(content):
+        return
+    language = file.get("language") or language_of(path or "") or "unknown"
+    header = f"repository: {repository or 'unknown'}\nfile: {path or 'unknown'}\nlanguage: {language}\n"
+    for start in range(0, len(content), MAX_CONTENT_CHARS):
+        yield header + content[start : start + MAX_CONTENT_CHARS]
+
+
+def _is_blank(text: str | None) -> bool:
+    return not text or text.isspace()

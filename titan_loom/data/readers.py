@@ -1,0 +1,199 @@
+"""Rows of a part, from any row on, without state.
+
+A part is what is opened at once: a parquet or jsonl file, a run of text files, an embedded corpus. Parquet is read by
+`ParquetFile.iter_batches` in small batches through a 1 MiB buffer, which keeps one open part under about 100 MiB
+whatever the size of its row groups (`datasets` streaming takes 1.1 GB for a row group of 300 MB).
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+import pyarrow.parquet as pq
+
+from titan_loom.data import embedded
+from titan_loom.data.languages import language_of
+from titan_loom.data.text_files import read_text
+
+Row = dict[str, Any]
+
+ROWS_PER_BATCH = 16
+BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    kind: str
+    """`parquet`, `jsonl`, `text` or `embedded`."""
+
+    name: str
+    """Name within the source, for messages and fingerprints."""
+
+    path: str
+    """The file; for `text` the folder that the files are in."""
+
+    size: int
+    """Bytes."""
+
+    entries: tuple[str, ...] = ()
+    """`text` and `embedded`: the names of the rows."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows `start` to `stop` (None: to the end) of a part."""
+
+    part: Part
+    start: int = 0
+    stop: int | None = None
+
+
+def open_rows(shard: Shard, start_row: int, columns: tuple[str, ...]) -> Iterator[Row]:
+    """The rows of `shard` from its row `start_row` on.
+
+    `columns` are the columns to read, `files.content` being a field of the structs in `files`. Columns that the part
+    lacks are left out; parts whose rows are whole files or embedded give all that they have.
+    """
+    start = shard.start + start_row
+    return _READERS[shard.part.kind].rows(shard.part, start, shard.stop, columns)
+
+
+def count_rows(part: Part) -> int:
+    """Rows of a part: from the footer for parquet, by reading it once for jsonl."""
+    return _READERS[part.kind].count(part)
+
+
+def column_names(part: Part) -> set[str]:
+    """Columns of a part, with fields of structs as `files.content`; empty when the part has no rows to tell from."""
+    return _READERS[part.kind].columns(part)
+
+
+def open_file(path: str) -> BinaryIO:
+    return open(path, "rb", buffering=0)
+
+
+def _parquet_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...]) -> Iterator[Row]:
+    with open_file(part.path) as file:
+        parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER_BYTES)
+        leaves = [path for path, name in _parquet_leaves(parquet) if name in columns or name.split(".")[0] in columns]
+        groups, first_row = _row_groups(parquet, start, stop)
+        to_skip, to_read = start - first_row, None if stop is None else stop - start
+        # Threads and pre-buffering make an interpreter that exits in the middle of a file hang or abort.
+        batches = parquet.iter_batches(ROWS_PER_BATCH, row_groups=groups, columns=leaves, use_threads=False)
+        yield from islice(_rows_of_batches(batches, to_skip), to_read)
+
+
+def _rows_of_batches(batches: Iterator, to_skip: int) -> Iterator[Row]:
+    for batch in batches:
+        if to_skip < batch.num_rows:
+            yield from batch.slice(to_skip).to_pylist()
+        to_skip = max(0, to_skip - batch.num_rows)
+
+
+def _row_groups(parquet: pq.ParquetFile, start: int, stop: int | None) -> tuple[list[int], int]:
+    """The row groups that hold rows `start` to `stop`, and the first row of the first of them."""
+    groups, first_row, row = [], start, 0
+    for group in range(parquet.num_row_groups):
+        next_row = row + parquet.metadata.row_group(group).num_rows
+        if start < next_row and (stop is None or row < stop):
+            first_row = first_row if groups else row
+            groups.append(group)
+        row = next_row
+    return groups, first_row
+
+
+def _parquet_leaves(parquet: pq.ParquetFile) -> list[tuple[str, str]]:
+    """Path in the file and our name of every leaf: (`files.list.element.content`, `files.content`)."""
+    paths = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
+    return [(path, f"{path.split('.')[0]}.{path.split('.')[-1]}" if "." in path else path) for path in paths]
+
+
+def _count_parquet(part: Part) -> int:
+    with open_file(part.path) as file:
+        return pq.ParquetFile(file).metadata.num_rows
+
+
+def _parquet_columns(part: Part) -> set[str]:
+    with open_file(part.path) as file:
+        names = {name for _, name in _parquet_leaves(pq.ParquetFile(file))}
+    return names | {name.split(".")[0] for name in names}
+
+
+def _jsonl_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...]) -> Iterator[Row]:
+    import datasets
+
+    stream = datasets.load_dataset("json", data_files=part.path, split="train", streaming=True).skip(start)
+    wanted = {column.split(".")[0] for column in columns}
+    # Not `iter(stream)`: in a DataLoader worker it deals the one file to worker 0 and gives the others nothing.
+    batches = stream.iter(batch_size=ROWS_PER_BATCH)
+    rows = (dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True))
+    for row in islice(rows, None if stop is None else stop - start):
+        yield {name: value for name, value in row.items() if name in wanted}
+
+
+def _count_jsonl(part: Part) -> int:
+    return sum(1 for _ in _jsonl_lines(part))
+
+
+def _jsonl_columns(part: Part) -> set[str]:
+    names = set()
+    for line in islice(_jsonl_lines(part), 1):
+        for name, value in json.loads(line).items():
+            first = value[0] if isinstance(value, list) and value else value
+            names |= {name} | ({f"{name}.{field}" for field in first} if isinstance(first, dict) else set())
+    return names
+
+
+def _jsonl_lines(part: Part) -> Iterator[bytes]:
+    with fsspec.open(part.path, "rb", compression="infer") as file:
+        yield from (line for line in file if line.strip())
+
+
+def _entry_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...]) -> Iterator[Row]:
+    read = _text_row if part.kind == "text" else _embedded_row
+    return (read(part, entry) for entry in part.entries[start:stop])
+
+
+def _text_row(part: Part, entry: str) -> Row:
+    # Read directly: the text loader of `datasets` does not say which file a row comes from.
+    root = Path(part.path)
+    content = read_text(root / entry)
+    return {
+        "repo_path": root.name,
+        "file_path": entry,
+        "language": language_of(entry),
+        "content": content,
+        "text": content,
+    }
+
+
+def _embedded_row(part: Part, entry: str) -> Row:
+    return embedded.row(part.name, entry)
+
+
+def _entry_columns(part: Part) -> set[str]:
+    if part.kind == "text":
+        return {"repo_path", "file_path", "language", "content", "text"}
+    if part.name == "embedded:prose":
+        return {"text"}
+    return {"repo_path", "files", "files.file_path", "files.content", "files.language", "files.is_vendor"}
+
+
+@dataclass(frozen=True)
+class _Reader:
+    rows: Callable[[Part, int, int | None, tuple[str, ...]], Iterator[Row]]
+    count: Callable[[Part], int]
+    columns: Callable[[Part], set[str]]
+
+
+_ENTRIES = _Reader(_entry_rows, lambda part: len(part.entries), _entry_columns)
+_READERS = {
+    "parquet": _Reader(_parquet_rows, _count_parquet, _parquet_columns),
+    "jsonl": _Reader(_jsonl_rows, _count_jsonl, _jsonl_columns),
+    "text": _ENTRIES,
+    "embedded": _ENTRIES,
+}

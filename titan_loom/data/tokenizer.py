@@ -1,0 +1,83 @@
+"""Text to token ids and back, by a `tokenizer.json` of the tokenizers library; the default ships with the package.
+
+Text is text: `<|eos|>` written in a document is encoded as characters, never as the special token. Whatever truncation,
+padding or template the file asks for is off; EOS is appended to every document, and nothing is prepended.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from titan_loom.errors import UserError
+
+DEFAULT_PATH = Path(__file__).parent.parent / "assets" / "tokenizer"
+PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+
+
+class Tokenizer:
+    """A tokenizer made from the text of a `tokenizer.json`. Raises ValueError when it is none.
+
+    Attributes:
+        vocab_size: entries, special tokens included.
+        eos_id: id of `<|eos|>`, None when there is none.
+        sha256: of the file's text, hexadecimal.
+    """
+
+    def __init__(self, text: str):
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # The library raises nothing more specific.
+            raise ValueError(str(error)) from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._text = text
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.eos_id: int | None = self._tokenizer.token_to_id(EOS)
+        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text and EOS, int32."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array([*encoding.ids, self.eos_id], dtype=np.int32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of `ids`, special tokens visible."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def __reduce__(self):
+        # The library's own pickle forgets `encode_special_tokens`.
+        return Tokenizer, (self._text,)
+
+
+def load_tokenizer(path: str | None = None) -> Tokenizer:
+    """The tokenizer in folder `path` (or the file `path`); None is the packaged one.
+
+    Raises UserError when there is no such file or it holds no tokenizer.
+    """
+    location = DEFAULT_PATH if path is None else Path(path).expanduser()
+    file = location / "tokenizer.json" if location.is_dir() else location
+    key = f"model.tokenizer_path = {path!r}"
+    if not file.is_file():
+        raise UserError(f"{key}: {file} does not exist, give a folder that holds a tokenizer.json")
+    try:
+        return Tokenizer(file.read_text("utf-8"))
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{key}: {file} is no tokenizer of the tokenizers library ({reason})") from error
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises UserError unless `tokenizer` has `vocab_size` entries and `<|eos|>` is 2."""
+    if tokenizer.vocab_size != vocab_size:
+        raise UserError(
+            f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size:,} entries, but the model's vocab_size is "
+            f"{vocab_size:,} and the two must be equal"
+        )
+    if tokenizer.eos_id != EOS_ID:
+        found = "is missing" if tokenizer.eos_id is None else f"has id {tokenizer.eos_id}"
+        raise UserError(f"model.tokenizer_path: {EOS} {found} in the tokenizer, but must have id {EOS_ID}")

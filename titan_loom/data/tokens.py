@@ -1,0 +1,86 @@
+"""Rows to documents to tokens: the documents of one lane and source, tokenised, each ended by EOS.
+
+Documents are collected and tokenised in batches, because the tokenizer then releases the GIL and costs less a call;
+every document remembers the row that it came from, so neither the result nor the position depends on the batches.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from titan_loom.data.documents import Format
+from titan_loom.data.rows import RowState, RowStream
+from titan_loom.data.tokenizer import Tokenizer
+from titan_loom.errors import UserError
+
+MAX_EPOCHS_WITHOUT_DOCUMENT = 1000
+"""A lane may get no document in an epoch or in many; in this many there are none."""
+
+
+class TokenisedDocument(NamedTuple):
+    tokens: np.ndarray
+    """int32, EOS included."""
+
+    row_state: RowState
+    """State before the row that the document came from."""
+
+    index: int
+    """Its number among the documents of that row."""
+
+
+class TokenStream:
+    """Endless iterator of `TokenisedDocument`.
+
+    Args:
+        first_document: documents of the first row to leave out (they were consumed before).
+        encode_batch_size: documents per tokenizer call.
+
+    Raises UserError when the rows give no documents.
+    """
+
+    def __init__(
+        self,
+        rows: RowStream,
+        form: Format,
+        tokenizer: Tokenizer,
+        *,
+        encode_batch_size: int,
+        source_name: str,
+        first_document: int = 0,
+    ):
+        self._rows = rows
+        self._form = form
+        self._tokenizer = tokenizer
+        self._encode_batch_size = encode_batch_size
+        self._source_name = source_name
+        self._first_document = first_document
+        self._documents = self._read_documents()
+        self._ready: deque[TokenisedDocument] = deque()
+
+    def __iter__(self) -> Iterator[TokenisedDocument]:
+        return self
+
+    def __next__(self) -> TokenisedDocument:
+        if not self._ready:
+            batch = [next(self._documents) for _ in range(self._encode_batch_size)]
+            tokens = self._tokenizer.encode_batch([text for text, _, _ in batch])
+            self._ready += (
+                TokenisedDocument(ids, state, index) for ids, (_, state, index) in zip(tokens, batch, strict=True)
+            )
+        return self._ready.popleft()
+
+    def _read_documents(self) -> Iterator[tuple[str, RowState, int]]:
+        first, last_epoch = self._first_document, self._rows.epoch
+        for row, state in self._rows:
+            for index, text in enumerate(self._form.read(row, f"data.sources.{self._source_name}")):
+                last_epoch = self._rows.epoch
+                if index >= first:
+                    yield text, state, index
+            first = 0
+            if self._rows.epoch - last_epoch > MAX_EPOCHS_WITHOUT_DOCUMENT:
+                raise UserError(
+                    f"data.sources.{self._source_name}: no row gives a document in format {self._form.name!r}: "
+                    "all are blank, vendored, binary or not UTF-8"
+                )

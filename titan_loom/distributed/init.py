@@ -1,0 +1,37 @@
+"""Initial weights that depend on the seed and the parameter's name only, not on how the model is sharded.
+
+Each parameter is drawn in full, in fp32, on the CPU, from a generator of its own, and every rank keeps its shard. (The
+random numbers of DTensor differ with the number of ranks.) At most one full parameter exists at a time.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_loom.tools.random import derive_seed
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Allocate a model that was built on the meta device and fill it with its initial weights.
+
+    The model names the values: `model.init_parameter(name, out, generator)` fills the full fp32 tensor `out`.
+    """
+    assert not list(model.buffers()), "to_empty leaves buffers undefined"
+    model.to_empty(device=device)
+
+    def generator(name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(derive_seed(seed, "init", name))
+
+    for name, parameter in model.named_parameters():
+        full = torch.empty(parameter.shape, dtype=torch.float32)
+        model.init_parameter(name, full, generator)
+        if isinstance(parameter, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            shard = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+            parameter.to_local().copy_(shard)
+        else:
+            parameter.copy_(full)

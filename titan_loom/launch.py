@@ -1,0 +1,50 @@
+"""Starts the workers of this host: `python -m titan_loom.launch [torchrun's options] -m titan_loom.train ...`.
+
+The configuration is checked first, without torch and without a worker, so that a mistake is one sentence within a
+second. Exit status: 0 done, 2 the user's mistake, else 1.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from titan_loom.config import load_config
+from titan_loom.errors import UserError
+from titan_loom.preflight import preflight
+
+TRAIN_MODULE = "titan_loom.train"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Launch what `argv` describes, wait for it and return the exit status."""
+    try:
+        return launch(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 1
+
+
+def launch(argv: list[str]) -> int:
+    """Run any module or script as torchrun would; for `titan_loom.train`, check its configuration before.
+
+    Raises:
+        UserError: a mistake in the launcher's options or in the configuration.
+    """
+    config = load_config(argv[argv.index(TRAIN_MODULE) + 1 :]) if TRAIN_MODULE in argv else None
+
+    from titan_loom.distributed import elastic  # imports torch
+
+    options = elastic.parse_options(argv)
+    if config is not None:
+        preflight(config, options.nnodes * options.nproc_per_node)
+    run_folder = Path(config.job.dump_folder) if config is not None else Path()
+    # Each process would take every core otherwise.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
+    return elastic.run_workers(options, run_folder / "logs")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

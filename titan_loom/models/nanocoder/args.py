@@ -1,0 +1,172 @@
+"""What describes a NanoCoder: its sizes and its schedule, the order in which layers run. No torch here.
+
+A *layer* is physical, a *loop* is a pass over the looped stack, a *visit* is one execution of a layer. The schedule is
+data: `prelude`, `loop`, `coda` and `num_loops` spell the usual shape, and `schedule` takes any other.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from titan_loom.errors import UserError
+
+if TYPE_CHECKING:
+    from titan_loom.models.nanocoder.model import NanoCoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanoCoderArgs:
+    vocab_size: int = 8192
+    """Entries of the tokenizer; rows of the embedding, which is the head too."""
+
+    dim: int
+    """Width of the residual stream."""
+
+    num_heads: int
+    """Query heads."""
+
+    num_kv_heads: int
+    """Key and value heads; a divisor of `num_heads`."""
+
+    head_dim: int
+    """Width of a head (even: RoPE turns pairs)."""
+
+    ffn_dim: int
+    """Width inside the SwiGLU."""
+
+    prelude: int
+    """Layers that run once, before the looped stack."""
+
+    loop: int
+    """Layers of the looped stack."""
+
+    coda: int
+    """Layers that run once, after the looped stack."""
+
+    num_loops: int
+    """Passes over the looped stack in training. Also the number of injection scales; evaluation may use another."""
+
+    schedule: tuple[int, ...] | None = None
+    """Layers (from 0) in the order in which they run. Replaces `prelude`, `loop`, `coda` and `num_loops`."""
+
+    ngram_visits: tuple[int, ...] | None = None
+    """Positions in `schedule` (from 0) before which the n-gram memory is added, each with a scale of its own. Needed
+    with `schedule`; otherwise the memory is added at the start of every loop."""
+
+    refresh: Literal["scalar", "gated"] = "scalar"
+    """How a layer takes in the token embedding again: times a learned number, or through a gated causal convolution."""
+
+    ngram_rows: int
+    """Rows of each n-gram table; more rows are fewer collisions."""
+
+    ngram_dim: int
+    """Columns of each n-gram table."""
+
+    max_seq_len: int = 4096
+    """Longest context in tokens."""
+
+    rope_theta: float = 100_000.0
+    """Base of the rotary position embedding's wavelengths."""
+
+    rope_interleaved: bool = True
+    """Pairing of RoPE: elements (2i, 2i + 1) of a head, or (i, i + head_dim / 2). An export with the wrong one still
+    works, badly."""
+
+    norm_eps: float = 1e-6
+    """Epsilon of every RMSNorm."""
+
+    init_std: float = 0.02
+    """Standard deviation of the initial matrices; those that write to the residual stream get less (see the model)."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) in (int, float):
+                may_be_zero = name in ("prelude", "coda")
+                self._require(
+                    name, value > 0 or (value == 0 and may_be_zero), "0 or more" if may_be_zero else "above 0"
+                )
+        self._require("head_dim", self.head_dim % 2 == 0, "even, since RoPE turns pairs")
+        self._require(
+            "num_kv_heads", self.num_heads % self.num_kv_heads == 0, f"a divisor of num_heads = {self.num_heads}"
+        )
+        if self.schedule is None:
+            self._require("ngram_visits", self.ngram_visits is None, "unset without model.args.schedule")
+        else:
+            self._check_schedule(self.schedule, self.ngram_visits)
+
+    def _check_schedule(self, schedule: tuple[int, ...], ngram_visits: tuple[int, ...] | None) -> None:
+        layers = set(schedule)
+        every_layer = bool(layers) and layers == set(range(len(layers)))
+        self._require("schedule", every_layer, "a list of layers that names every one from 0 to the largest")
+        positions = set(ngram_visits or ())
+        rising = bool(positions) and list(ngram_visits) == sorted(positions & set(range(len(schedule))))
+        self._require("ngram_visits", rising, f"rising positions in model.args.schedule, from 0 to {len(schedule) - 1}")
+
+    def _require(self, name: str, condition: bool, allowed: str) -> None:
+        if not condition:
+            raise UserError(f"model.args.{name} is {getattr(self, name)}; it must be {allowed}")
+
+    @property
+    def num_layers(self) -> int:
+        """Physical layers."""
+        return len(set(self.visits()))
+
+    @property
+    def num_visits(self) -> int:
+        """Executions of a layer in one forward pass of training."""
+        return len(self.visits())
+
+    @property
+    def num_injections(self) -> int:
+        """Injection scales: times that the n-gram memory is added in training."""
+        return len(self.injections())
+
+    @property
+    def looped_layers(self) -> tuple[int, ...]:
+        """Layers that training visits more than once."""
+        visits = self.visits()
+        return tuple(layer for layer in range(self.num_layers) if visits.count(layer) > 1)
+
+    def stages(self, num_loops: int | None = None) -> list[tuple[str, tuple[int, ...]]]:
+        """The parts of the schedule by name, in order, each with the layers that it runs.
+
+        Args:
+            num_loops: passes over the looped stack; default: as trained.
+
+        Raises:
+            UserError: `num_loops` is below 1, or given although `schedule` is a list.
+        """
+        num_loops = self._num_loops(num_loops)
+        if self.schedule is not None:
+            return [("schedule", self.schedule)]
+        first, last = self.prelude, self.prelude + self.loop
+        loops = [(f"loop {t + 1}", tuple(range(first, last))) for t in range(num_loops)]
+        return [("prelude", tuple(range(first))), *loops, ("coda", tuple(range(last, last + self.coda)))]
+
+    def visits(self, num_loops: int | None = None) -> tuple[int, ...]:
+        """Layers in the order in which they run; see `stages`."""
+        return tuple(layer for _, layers in self.stages(num_loops) for layer in layers)
+
+    def injections(self, num_loops: int | None = None) -> dict[int, int]:
+        """Visits before which the n-gram memory is added, each with the index of its scale; see `stages`.
+
+        Loops beyond the trained ones use the last scale.
+        """
+        num_loops = self._num_loops(num_loops)
+        if self.ngram_visits is not None:
+            return {visit: scale for scale, visit in enumerate(self.ngram_visits)}
+        return {self.prelude + t * self.loop: min(t, self.num_loops - 1) for t in range(num_loops)}
+
+    def _num_loops(self, num_loops: int | None) -> int:
+        if num_loops is None:
+            return self.num_loops
+        if num_loops < 1:
+            raise UserError(f"num_loops is {num_loops}; it must be 1 or more")
+        if self.schedule is not None:
+            raise UserError(f"num_loops is {num_loops}; with model.args.schedule the order is fixed")
+        return num_loops
+
+    def build(self) -> "NanoCoder":
+        """The model, on the current default device."""
+        from titan_loom.models.nanocoder.model import NanoCoder
+
+        return NanoCoder(self)

@@ -1,0 +1,155 @@
+"""NanoCoder: a dense pre-norm transformer, some of whose layers run several times, with an n-gram memory.
+
+The schedule (see `args`) says which layer runs when. The token embedding x0 comes back in every visit (`refresh`), the
+n-gram memory at the start of every loop. The head is the embedding. There are no buffers, so a model built on the meta
+device needs nothing but `init_parameter`; how it is sharded, compiled or trained is not known here.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_loom.models.layers.attention import Attention
+from titan_loom.models.layers.embedding import Embedding
+from titan_loom.models.layers.feed_forward import SwiGLU
+from titan_loom.models.layers.rope import rope_tables
+from titan_loom.models.nanocoder.args import NanoCoderArgs
+from titan_loom.models.nanocoder.ngram import NgramMemory
+from titan_loom.models.nanocoder.refresh import GatedRefresh
+
+INITIAL_INJECTION_SCALE = 0.5
+
+
+class NanoCoder(nn.Module):
+    """Tokens to the normalised hidden state. `blocks[i]` is physical layer i, called once per visit."""
+
+    def __init__(self, args: NanoCoderArgs):
+        super().__init__()
+        self.args = args
+        self.embedding = Embedding(args.vocab_size, args.dim)
+        self.ngram = NgramMemory(
+            dim=args.dim, num_rows=args.ngram_rows, columns=args.ngram_dim, num_injections=args.num_injections
+        )
+        self.blocks = nn.ModuleList(Block(args) for _ in range(args.num_layers))
+        self.final_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, tokens: Tensor, num_loops: int | None = None) -> Tensor:
+        """The final hidden state, (batch, seq, dim), of `tokens`, (batch, seq) int64.
+
+        `num_loops` replaces the trained number of passes over the looped stack.
+
+        Raises:
+            UserError: when the schedule cannot run `num_loops` times.
+        """
+        args = self.args
+        rope = rope_tables(tokens.shape[1], args.head_dim, args.rope_theta, tokens.device)
+        x0 = self.embedding(tokens) * math.sqrt(args.dim)
+        u = self.ngram(tokens)
+        injections = args.injections(num_loops)
+        x = x0.clone()  # a compiled block would need a second graph for a call in which x is x0
+        for visit, layer in enumerate(args.visits(num_loops)):
+            if visit in injections:
+                x = x + self.ngram.injection_scales[injections[visit]] * u
+            x = self.blocks[layer](x, x0, rope)
+        return self.final_norm(x)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """The head's matrix, (vocab, dim): the embedding."""
+        return self.embedding.weight
+
+    @property
+    def looped_layers(self) -> tuple[int, ...]:
+        """Layers that training visits more than once."""
+        return self.args.looped_layers
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., vocab), in hidden's dtype, of `hidden`: (..., dim)."""
+        return F.linear(hidden, self.head_weight)
+
+    def init_parameter(self, name: str, out: Tensor, generator: Callable[[str], torch.Generator]) -> None:
+        """Fill `out`, the full fp32 CPU tensor of parameter `name`, with its initial values.
+
+        Random ones are drawn from `generator(name)`: they depend on the name, not on the order of the calls.
+        """
+        if out.ndim == 1:
+            if name.endswith(".alpha"):
+                out.zero_()  # a block starts without refresh
+            elif name == "ngram.injection_scales":
+                out.fill_(INITIAL_INJECTION_SCALE)
+            else:
+                out.fill_(1.0)  # norms
+            return
+        std = self.args.init_std
+        if name == "embedding.weight":
+            std = self.args.dim**-0.5  # x0 = embedding * sqrt(dim) has unit RMS
+        elif name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+            std /= math.sqrt(2 * self.args.num_visits)  # every visit adds two of these to the stream
+        out.normal_(0.0, std, generator=generator(name))
+
+    def group_rules(self) -> dict[str, Callable[[str, Tensor], bool]]:
+        """Optimizer group -> whether a parameter, by its name and number of dimensions, is a member."""
+        return {
+            "muon": lambda name, parameter: name.startswith("blocks.") and parameter.ndim == 2,
+            "embeddings": lambda name, parameter: name == "embedding.weight",
+            "ngram": lambda name, parameter: name.startswith("ngram."),
+            "controls": lambda name, parameter: not name.startswith("ngram.") and parameter.ndim <= 1,
+        }
+
+    def parameter_parts(self) -> dict[str, int]:
+        """Parameters by part; what is shared counts once. `transformer` is everything but `ngram`."""
+        total, ngram = count_parameters(self), count_parameters(self.ngram)
+        parts = {name: count_parameters(getattr(self, name)) for name in ("embedding", "blocks", "final_norm")}
+        return {"total": total, "transformer": total - ngram, "ngram": ngram, **parts}
+
+    def flops_per_token(self, seq_len: int, num_loops: int | None = None) -> int:
+        """Floating-point operations of forward and backward per token of a sequence of `seq_len`.
+
+        Matrix products only, two operations per multiply-add, backward twice forward, attention as if not causal, a
+        layer once per visit, no recomputation. Depthwise convolution, norms and look-ups count nothing.
+        """
+        args = self.args
+        matrices = sum(module.weight.numel() for module in self.blocks[0].modules() if isinstance(module, nn.Linear))
+        attention = 2 * args.num_heads * args.head_dim * seq_len  # multiply-adds of scores and of weighted values
+        outside = self.ngram.out_proj.weight.numel() + self.head_weight.numel()
+        return 6 * (len(args.visits(num_loops)) * (matrices + attention) + outside)
+
+
+class Block(nn.Module):
+    """One layer: x, x0: (batch, seq, dim) and RoPE tables -> x: (batch, seq, dim).
+
+    Takes nothing but tensors, and holds no number of its own, so that one compiled graph serves every layer and visit.
+    """
+
+    def __init__(self, args: NanoCoderArgs):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(1))  # one element, but not 0-dimensional: FSDP2 cannot shard those
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(
+            dim=args.dim,
+            num_heads=args.num_heads,
+            num_kv_heads=args.num_kv_heads,
+            head_dim=args.head_dim,
+            norm_eps=args.norm_eps,
+            rope_interleaved=args.rope_interleaved,
+        )
+        self.refresh = GatedRefresh(args.dim, args.norm_eps) if args.refresh == "gated" else None
+        self.feed_forward_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = SwiGLU(args.dim, args.ffn_dim)
+
+    def forward(self, x: Tensor, x0: Tensor, rope: Tensor) -> Tensor:
+        if self.refresh is None:
+            x = x + self.alpha * x0
+        a = self.attention(self.attention_norm(x), rope)
+        x = x + a
+        if self.refresh is not None:
+            x = x + self.alpha * self.refresh(x0, a)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Elements of the module's parameters, shared ones once, sharded ones in full."""
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,39 @@
+"""Everything about a run that can be checked without tensors, once, before a worker starts.
+
+The launcher calls it first, so that a mistake costs a second and not an allocation of accelerators.
+"""
+
+from dataclasses import asdict
+
+from titan_loom.config import JobConfig
+from titan_loom.config.checks import check
+from titan_loom.errors import UserError
+
+
+def preflight(config: JobConfig, world_size: int) -> None:
+    """Check the configuration, the model's arguments, the tokenizer, the sources and the checkpoint to start from.
+
+    Raises:
+        UserError: the first mistake, in one sentence.
+    """
+    check(config, world_size)
+
+    # Late, so that a mistake in the numbers is reported before any library is loaded.
+    from titan_loom.models import model_args
+
+    args = model_args(config.model)
+    if config.training.seq_len > args.max_seq_len:
+        raise UserError(
+            f"training.seq_len is {config.training.seq_len}; it must be at most the model's context, "
+            f"model.args.max_seq_len = {args.max_seq_len}"
+        )
+
+    from titan_loom.data.loader import data_fingerprint
+    from titan_loom.data.tokenizer import check_tokenizer, load_tokenizer
+    from titan_loom.training.checkpoint_files import find_start
+
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    check_tokenizer(tokenizer, args.vocab_size)
+    # The fingerprint lists the parts of every source, so a missing or empty folder ends here as well.
+    fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, tokenizer)
+    find_start(config, asdict(args), fingerprint)

@@ -1,0 +1,52 @@
+"""The entry point of every worker: `python -m titan_loom.train --job.config_file X`, alone or under a launcher.
+
+Exit status: 0 done, 2 the user's mistake (one sentence on stderr), else 1.
+"""
+
+import os
+import signal
+import sys
+import time
+from contextlib import closing
+
+from titan_loom.config import load_config
+from titan_loom.errors import Interrupted, UserError
+from titan_loom.preflight import preflight
+from titan_loom.tools.logging import init_logger
+
+SECONDS_FOR_RANK_0 = 2.0
+
+
+def main() -> int:
+    """Run the trainer that `sys.argv` describes; return the exit status."""
+    try:
+        config = load_config(sys.argv[1:])
+        init_logger()
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host: each has its own folders
+            preflight(config, int(os.environ.get("WORLD_SIZE", "1")))
+        from titan_loom.trainer import Trainer
+
+        with closing(Trainer(config)) as trainer:
+            trainer.train()
+    except UserError as error:
+        _wait_for_rank_0()
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(stop, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1
+    return 0
+
+
+def _wait_for_rank_0() -> None:
+    """Let rank 0 say it: every rank raises a user's mistake, but a launcher ends them all at the first exit."""
+    if os.environ.get("RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(SECONDS_FOR_RANK_0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""The training loop, top to bottom: what a run builds, what a step does, what a checkpoint holds.
+
+Losses are sums divided by the supervised tokens of the whole global batch, and gradients are summed over ranks and
+micro-batches, so that neither depends on how the batch is spread.
+"""
+
+import gc
+import json
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_loom import __version__
+from titan_loom.config import JobConfig
+from titan_loom.data.loader import IGNORED_LABEL, Batch, LaneLoader, batch_digests, combine_digests, data_fingerprint
+from titan_loom.data.tokenizer import load_tokenizer
+from titan_loom.distributed.compile import apply_compile
+from titan_loom.distributed.fsdp import apply_fsdp, reshard_looped_blocks, set_last_micro_batch
+from titan_loom.distributed.init import materialize
+from titan_loom.distributed.process_group import (
+    build_mesh,
+    from_rank0,
+    init_process_group,
+    local_device,
+    sum_over_ranks,
+    tighten_timeout,
+)
+from titan_loom.errors import Interrupted
+from titan_loom.models import build_model, model_args
+from titan_loom.optim.groups import assign_groups
+from titan_loom.optim.optimizers import build_optimizers
+from titan_loom.optim.schedules import Schedule, TokenSwitch
+from titan_loom.tools.inspect import check_expected_parameters
+from titan_loom.tools.logging import logger
+from titan_loom.tools.random import derive_seed
+from titan_loom.training import checkpoint_files
+from titan_loom.training.checkpoint import CheckpointManager
+from titan_loom.training.loss import chunked_cross_entropy
+from titan_loom.training.metrics import MetricsProcessor, StepRecord
+from titan_loom.training.run_folder import RunFolder
+from titan_loom.training.signals import StopRequest
+
+
+class Trainer:
+    """A run: everything that one configuration describes, from the process group to the last checkpoint.
+
+    Raises:
+        UserError: a mistake in the configuration that only shows with the model and the data at hand.
+    """
+
+    def __init__(self, config: JobConfig):
+        self.config = config
+        training = config.training
+        self.num_steps = training.num_steps
+        self.device = local_device()
+        init_process_group(config.comm, self.device)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.micro_batches = training.global_batch_size // (training.local_batch_size * self.world_size)
+        self.stop = StopRequest()
+        torch.use_deterministic_algorithms(config.debug.deterministic)
+        gc.disable()
+
+        self.args = model_args(config.model)
+        self.tokenizer = load_tokenizer(config.model.tokenizer_path)
+        self.run_folder: RunFolder | None = None  # rank 0 holds it
+        self.data_fingerprint, start = from_rank0(self._open_run_folder)
+
+        self._build_model()
+        groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
+        self.optimizers = build_optimizers(groups, config.optimizer)
+        self._build_schedules()
+
+        self.step = 0
+        self.tokens_seen = 0
+        self.source_tokens = dict.fromkeys(config.data.sources, 0)
+        self.lane_states: dict[int, str] | None = None
+        self.checkpoints = CheckpointManager(
+            checkpoint_files.checkpoint_folder(config), config.checkpoint, self.model, self.optimizers
+        )
+        if start is not None:
+            self.checkpoints.load(start)
+            if not start.model_only:
+                self._restore(start.state)
+
+        self.loader = LaneLoader(
+            config.data,
+            training.dataloader,
+            self.tokenizer,
+            seed=config.debug.seed,
+            seq_len=training.seq_len,
+            global_batch_size=training.global_batch_size,
+            steps=self.num_steps,
+            total_tokens=training.total_tokens,
+            dp_rank=self.rank,
+            dp_degree=self.world_size,
+            start_step=self.step,
+            lane_states=self.lane_states,
+        )
+        self.metrics = MetricsProcessor(
+            config.metrics,
+            Path(config.job.dump_folder),
+            device=self.device,
+            source_names=list(config.data.sources),
+            total_steps=self.num_steps,
+            start_step=self.step,
+            flops_per_token=self.model.flops_per_token(training.seq_len),
+            num_loops=self.args.num_loops,
+        )
+        self._log_summary()
+
+    def _open_run_folder(self) -> tuple[dict[str, Any], checkpoint_files.Start | None]:
+        """On rank 0: take the folder and decide, now that nobody else writes to it, what to continue from."""
+        config = self.config
+        self.run_folder = RunFolder(config)
+        fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, self.tokenizer)
+        start = checkpoint_files.find_start(config, asdict(self.args), fingerprint)
+        if not config.checkpoint.resume and config.job.overwrite:
+            self.run_folder.clear(config)
+        elif start is not None and not start.model_only:
+            self.run_folder.set_aside_after(config, start.state["step"])
+        self.run_folder.write_config(config)
+        return fingerprint, start
+
+    def _build_model(self) -> None:
+        training = self.config.training
+        with torch.device("meta"):
+            self.model = build_model(self.args).to(getattr(torch, training.dtype))
+        check_expected_parameters(self.model, self.config.model.expected_parameters)
+        apply_fsdp(
+            self.model,
+            build_mesh(self.device),
+            param_dtype=getattr(torch, training.mixed_precision_param),
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        )
+        if self.config.compile.enable:
+            apply_compile(self.model, self.config.compile)
+        materialize(self.model, self.device, self.config.debug.seed)
+
+    def _build_schedules(self) -> None:
+        training, optimizer = self.config.training, self.config.optimizer
+        self.learning_rate = Schedule(self.config.lr_scheduler, training)
+        self.weight_decay = TokenSwitch(
+            optimizer.weight_decay, optimizer.final_weight_decay, optimizer.weight_decay_switch_tokens
+        )
+        self.z_loss = TokenSwitch(training.z_loss, 0.0, training.z_loss_until_tokens)
+        # A tensor, so that a change of its value is no reason to compile anything again.
+        self.z_coefficient = torch.zeros((), device=self.device)
+
+    def _log_summary(self) -> None:
+        config, training = self.config, self.config.training
+        parts = self.model.parameter_parts()
+        logger.info(
+            f"Model {config.model.name} {config.model.flavor} size: {parts['total']:,} total parameters ("
+            + ", ".join(f"{name} {count:,}" for name, count in parts.items() if name != "total")
+            + ")"
+        )
+        logger.info(f"Layers in execution order: {' '.join(map(str, self.args.visits()))}")
+        for group in self.optimizers.describe():
+            logger.info(
+                f"Optimizer group {group['name']}: {group['optimizer']}, {group['tensors']} tensors, "
+                f"{group['parameters']:,} parameters, lr {group['lr']:g}, weight decay {group['weight_decay']:g}"
+            )
+        logger.info(f"Schedule: {self.learning_rate.describe()}")
+        logger.info(
+            f"Trainer is initialized with local batch size {training.local_batch_size}, global batch size "
+            f"{training.global_batch_size}, gradient accumulation steps {self.micro_batches}, sequence length "
+            f"{training.seq_len}, {training.tokens_per_step:,} tokens per step, total steps {self.num_steps}, "
+            f"{config.data.lanes} lanes on {self.world_size} processes ({self.device.type})"
+        )
+
+    def train(self) -> None:
+        """Train to the last step, saving on the way.
+
+        Raises:
+            Interrupted: asked to stop by a signal; the step that was running has been finished and saved.
+            RuntimeError: a loss is not finite, a checkpoint could not be written, a data worker died.
+        """
+        logger.info(f"Training starts at step {self.step + 1}")
+        first_step = self.step + 1
+        while self.step < self.num_steps:
+            self.step += 1
+            stopping = self.train_step()
+            if self.step == first_step:
+                tighten_timeout(self.config.comm, self.device)
+            # The first step of a process warms up and compiles: its time is nobody else's.
+            if self.step == first_step or self.metrics.should_flush(self.step):
+                self.metrics.flush()
+            if self.should_save(stopping):
+                self.save()
+            if stopping:
+                raise Interrupted(f"stopped by {self.stop.reason or 'another rank'} after step {self.step}")
+            if self.step % self.config.training.gc_freq == 0:
+                gc.collect(1)
+        logger.info(f"Training completed: {self.step} steps, {self.tokens_seen:,} tokens")
+
+    def train_step(self) -> bool:
+        """One optimizer step. Returns whether any rank was asked to stop, the same on every rank."""
+        index = self.step - 1  # schedules count from 0
+        torch.manual_seed(derive_seed(self.config.debug.seed, "step", index))
+        started = time.perf_counter()
+        batch = next(self.loader)
+        data_wait = time.perf_counter() - started
+        self.lane_states = batch.lane_states
+
+        *source_counts, stop_requests = sum_over_ranks([*self._supervised_tokens(batch), bool(self.stop)])
+        num_tokens = sum(source_counts)
+        weight_decay = self.weight_decay(self.tokens_seen)
+        self.z_coefficient.fill_(self.z_loss(self.tokens_seen))
+        self.optimizers.set_lr(self.learning_rate.lr_factor(index))
+        self.optimizers.set_weight_decay(weight_decay)
+
+        self.optimizers.zero_grad()
+        sums = self.forward_backward(batch, num_tokens)
+        grad_norm = self._clip()
+        self.optimizers.step()
+
+        self.tokens_seen += num_tokens
+        for name, count in zip(self.source_tokens, source_counts, strict=True):
+            self.source_tokens[name] += count
+        self.metrics.record(
+            StepRecord(
+                step=self.step,
+                sums=sums,
+                grad_norm=grad_norm,
+                source_counts=source_counts,
+                tokens_seen=self.tokens_seen,
+                source_tokens=dict(self.source_tokens),
+                lr=self.optimizers.lr(),
+                weight_decay=weight_decay,
+                data_wait=data_wait,
+                extra={"batch_sha256": self._batch_sha256(batch)} if self.config.debug.hash_batches else {},
+            )
+        )
+        return stop_requests > 0
+
+    def forward_backward(self, batch: Batch, num_tokens: int) -> Tensor:
+        """Accumulate the gradients of this rank's share of a global batch with `num_tokens` supervised tokens.
+
+        Returns:
+            fp32 (2 + num_sources,), sums over this rank's tokens: cross-entropy, weighted z-loss, and the
+            cross-entropy of each source.
+        """
+        training = self.config.training
+        sums = torch.zeros(2 + len(self.source_tokens), device=self.device)
+        micro_batches = zip(
+            *(t.split(training.local_batch_size) for t in (batch.inputs, batch.labels, batch.sources)), strict=True
+        )
+        for i, micro_batch in enumerate(micro_batches):
+            inputs, labels, sources = (t.to(self.device, non_blocking=True) for t in micro_batch)
+            set_last_micro_batch(self.model, i == self.micro_batches - 1)
+            hidden = self.model(inputs)  # (batch, seq, dim)
+            losses = chunked_cross_entropy(
+                hidden.flatten(0, 1),
+                self.model.head_weight,
+                labels.flatten(),
+                z_coefficient=self.z_coefficient,
+                chunk_tokens=training.loss_chunk_tokens,
+            )
+            (losses.loss_sum / num_tokens).backward()
+            sums[0] += losses.ce.sum()
+            sums[1] += self.z_coefficient * losses.z.sum()
+            # Rows without a source (-1) have no supervised token and add zero to whichever entry they meet.
+            sums[2:].index_add_(0, sources.clamp(min=0), losses.ce.view_as(labels).sum(1))
+        reshard_looped_blocks(self.model)
+        return sums
+
+    def _clip(self) -> Tensor:
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.training.max_norm)
+        return grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+
+    def _supervised_tokens(self, batch: Batch) -> list[int]:
+        """This rank's supervised tokens by source."""
+        by_row = (batch.labels != IGNORED_LABEL).sum(1)
+        return [int(by_row[batch.sources == source].sum()) for source in range(len(self.source_tokens))]
+
+    def _batch_sha256(self, batch: Batch) -> str:
+        digests: list[list[bytes]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(digests, batch_digests(batch))
+        return combine_digests([digest for rank in digests for digest in rank])
+
+    def should_save(self, stopping: bool) -> bool:
+        checkpoint = self.config.checkpoint
+        due = stopping or self.step == self.num_steps or self.step % checkpoint.interval == 0
+        return checkpoint.enable and due
+
+    def save(self) -> None:
+        """Save everything that the next step depends on."""
+        self.metrics.flush()
+        self.metrics.sync()
+        self.checkpoints.save(self.step, self._state())
+        self.metrics.reset_clock()
+
+    def _state(self) -> dict[str, Any]:
+        lanes: list[dict[int, str]] = [{} for _ in range(self.world_size)]
+        dist.all_gather_object(lanes, self.lane_states)
+        return {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "source_tokens": self.source_tokens,
+            "seed": self.config.debug.seed,  # every random stream derives from it and the step
+            "model": {"name": self.config.model.name, "args": asdict(self.args)},
+            "data": self.data_fingerprint,
+            "lanes": {lane: json.loads(state) for states in lanes for lane, state in states.items()},
+            "optimizer_groups": self.optimizers.describe(),
+            "config": asdict(self.config),
+            "versions": {
+                "titan_loom": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.tokens_seen = state["tokens_seen"]
+        self.source_tokens = {name: state["source_tokens"][name] for name in self.source_tokens}
+        self.lane_states = {int(lane): json.dumps(lane_state) for lane, lane_state in state["lanes"].items()}
+
+    def close(self) -> None:
+        """Stop the data workers, finish the logs, leave the process group."""
+        self.loader.close()
+        self.metrics.close()
+        if self.run_folder is not None:
+            self.run_folder.close()
+        dist.destroy_process_group()

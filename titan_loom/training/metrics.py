@@ -1,0 +1,271 @@
+"""What a run says about itself: `metrics.jsonl` with a line for every step, the console's step line, TensorBoard.
+
+Values stay on the device; every `log_freq` steps they are gathered, written and averaged over the window. Sums over
+ranks are taken in rank order in fp64, so a value does not depend on how many steps were gathered with it.
+"""
+
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from titan_loom.config import job_config
+from titan_loom.tools.device import peak_flops, peak_memory
+from titan_loom.tools.logging import logger
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step as the trainer hands it over; nothing here has been read back from the device."""
+
+    step: int
+    sums: Tensor
+    """fp32 (2 + num_sources,), this rank's: cross-entropy, weighted z-loss, cross-entropy by source."""
+    grad_norm: Tensor
+    """fp32 scalar, global, before clipping."""
+    source_counts: list[int]
+    """Supervised tokens of the global batch by source."""
+    tokens_seen: int
+    source_tokens: dict[str, int]
+    lr: dict[str, float]
+    weight_decay: float
+    data_wait: float
+    """Seconds this rank waited for its batch."""
+    extra: dict[str, Any]
+
+
+class MetricsProcessor:
+    """Collects `StepRecord`s and writes them out in windows.
+
+    Args:
+        folder: the run's folder; `metrics.jsonl` there is cut back to `start_step`, whose steps will be taken again.
+        flops_per_token: forward and backward, every visit counted.
+    """
+
+    def __init__(
+        self,
+        config: job_config.Metrics,
+        folder: Path,
+        *,
+        device: torch.device,
+        source_names: list[str],
+        total_steps: int,
+        start_step: int,
+        flops_per_token: int,
+        num_loops: int,
+    ):
+        self.config = config
+        self.device = device
+        self.source_names = source_names
+        self.total_steps = total_steps
+        self.flops_per_token = flops_per_token
+        self.num_loops = num_loops
+        self.peak_flops = peak_flops(device)
+        self.records: list[StepRecord] = []
+        self.seconds_per_step: float | None = None
+        self.is_writer = dist.get_rank() == 0
+        self.progress = None
+        if self.is_writer:
+            _cut_back(folder / "metrics.jsonl", start_step)
+            self.file = open(folder / "metrics.jsonl", "a")
+            self.tensorboard = None
+            if config.enable_tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+                self.tensorboard = SummaryWriter(folder / config.save_tb_folder, purge_step=start_step + 1)
+            self.progress = _progress_bar(total_steps, start_step)
+        peak = f"{self.peak_flops:.3e}" if self.peak_flops else "unknown for this device, so mfu is n/a"
+        logger.info(f"Peak FLOPS used for computing MFU: {peak}")
+        self.reset_clock()
+
+    def reset_clock(self) -> None:
+        """Start the window's time now: what came before (a checkpoint, say) is not training."""
+        self.window_start = time.perf_counter()
+
+    def record(self, record: StepRecord) -> None:
+        self.records.append(record)
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=record.step)
+
+    def should_flush(self, step: int) -> bool:
+        return step % self.config.log_freq == 0 or step == self.total_steps
+
+    def flush(self) -> None:
+        """Write out what was recorded. Called by all ranks together.
+
+        Raises:
+            RuntimeError: on every rank, when a loss or a gradient norm is not finite.
+        """
+        if not self.records:
+            return
+        sums = _sum_in_rank_order(torch.stack([record.sums for record in self.records]))
+        grad_norms = torch.stack([record.grad_norm for record in self.records]).tolist()
+        seconds = time.perf_counter() - self.window_start
+        self.seconds_per_step = seconds / len(self.records)
+        tokens = sum(sum(record.source_counts) for record in self.records)
+        tps = tokens / seconds / dist.get_world_size()
+        rows = [self._row(record, sums[i].tolist(), grad_norms[i], tps) for i, record in enumerate(self.records)]
+        if self.is_writer:
+            self.file.writelines(json.dumps(row) + "\n" for row in rows)
+            self.file.flush()
+            self._report_window(rows, sums.sum(0).tolist(), tokens, tps, seconds)
+        self.records.clear()
+        self.reset_clock()
+        for row in rows:
+            if row["loss"] is None or row["grad_norm"] is None:
+                raise RuntimeError(
+                    f"the loss or the gradient norm of step {row['step']} is not finite; the newest checkpoint is from "
+                    "before it"
+                )
+
+    def sync(self) -> None:
+        """Make sure that everything flushed is on disk, as a checkpoint that counts on it needs."""
+        if self.is_writer:
+            os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+        if self.is_writer:
+            self.file.close()
+            if self.tensorboard is not None:
+                self.tensorboard.close()
+
+    def _row(self, record: StepRecord, sums: list[float], grad_norm: float, tps: float) -> dict[str, Any]:
+        count = sum(record.source_counts)
+        ce, z, *by_source = sums
+        losses = {
+            name: _finite(loss / n)
+            for name, loss, n in zip(self.source_names, by_source, record.source_counts, strict=True)
+            if n
+        }
+        return {
+            "step": record.step,
+            "total_steps": self.total_steps,
+            "loss": _finite((ce + z) / count),
+            "ce_loss": _finite(ce / count),
+            "z_loss": _finite(z / count),
+            "perplexity": _perplexity(ce / count),
+            "source_loss": losses,
+            "grad_norm": _finite(grad_norm),
+            "tokens_seen": record.tokens_seen,
+            "source_tokens": record.source_tokens,
+            "lr": record.lr,
+            "weight_decay": record.weight_decay,
+            "tps": round(tps, 2),
+            "data_wait": round(record.data_wait, 6),
+            "eta": round((self.total_steps - record.step) * self.seconds_per_step, 1),
+            **record.extra,
+        }
+
+    def _report_window(self, rows: list[dict], sums: list[float], tokens: int, tps: float, seconds: float) -> None:
+        """The console line and the TensorBoard scalars: means over the window, weighted by tokens."""
+        last = rows[-1]
+        step, eta = last["step"], timedelta(seconds=round(last["eta"]))
+        loss = (sums[0] + sums[1]) / tokens
+        grad_norm = sum(record.grad_norm.item() for record in self.records) / len(rows)
+        counts = [sum(record.source_counts[i] for record in self.records) for i in range(len(self.source_names))]
+        by_source = {name: total / n for name, total, n in zip(self.source_names, sums[2:], counts, strict=True) if n}
+        data_share = 100 * sum(row["data_wait"] for row in rows) / seconds
+        memory, memory_percent = peak_memory(self.device)
+        tflops = self.flops_per_token * tps / 1e12
+        mfu = f"{100 * tflops * 1e12 / self.peak_flops:.2f}%" if self.peak_flops else "n/a"
+        colour = _colours(self.config.disable_color_printing)
+        logger.info(
+            colour("red", f"step: {step:2}")
+            + colour("green", f"  loss: {loss:8.5f}")
+            + colour("yellow", f"  grad_norm: {grad_norm:7.4f}")
+            + colour("cyan", f"  memory: {memory:5.2f}GiB({memory_percent:.2f}%)")
+            + colour("blue", f"  tps: {round(tps):,}")
+            + colour("cyan", f"  tflops: {tflops:,.2f}")
+            + colour("magenta", f"  mfu: {mfu}")
+            + f"  tokens: {last['tokens_seen']:,}"
+            + f"  loops: {self.num_loops}"
+            + "".join(f"  {name}: {value:.4f}" for name, value in by_source.items())
+            + f"  data_wait: {data_share:.1f}%  eta: {eta}"
+        )
+        if self.tensorboard is not None:
+            scalars = {
+                "loss_metrics/global_avg_loss": loss,
+                "loss_metrics/ce_loss": sums[0] / tokens,
+                "loss_metrics/z_loss": sums[1] / tokens,
+                "grad_norm": grad_norm,
+                "throughput(tps)": tps,
+                "tflops": tflops,
+                "time_metrics/end_to_end(s)": seconds / len(rows),
+                "time_metrics/data_loading(s)": sum(row["data_wait"] for row in rows) / len(rows),
+                "time_metrics/data_loading(%)": data_share,
+                "memory/peak(GiB)": memory,
+                "memory/peak(%)": memory_percent,
+                "n_tokens_seen": last["tokens_seen"],
+                "weight_decay": last["weight_decay"],
+            }
+            if self.peak_flops:
+                scalars["mfu(%)"] = 100 * tflops * 1e12 / self.peak_flops
+            scalars |= {f"source_loss/{name}": value for name, value in by_source.items()}
+            scalars |= {f"lr/{group}": value for group, value in last["lr"].items()}
+            for name, value in scalars.items():
+                self.tensorboard.add_scalar(name, value, step)
+
+
+def _sum_in_rank_order(values: Tensor) -> Tensor:
+    """Sum over ranks in fp64 on the CPU; independent of the collective's own order of addition."""
+    local = values.double().cpu()
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return torch.stack(gathered).sum(0)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _perplexity(ce_loss: float) -> float | None:
+    return _finite(math.exp(ce_loss)) if ce_loss < 700 else None
+
+
+def _cut_back(path: Path, step: int) -> None:
+    """Drop the lines after `step`, and one that a crash left half written; a rename, so that none is lost meanwhile."""
+    if not path.exists():
+        return
+    lines = path.read_text().split("\n")[:-1]
+    aside = path.with_suffix(".jsonl.writing")
+    aside.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
+    aside.rename(path)
+
+
+def _progress_bar(total_steps: int, start_step: int) -> Progress | None:
+    """A bar with the time left, on a terminal only."""
+    console = Console()
+    if not console.is_terminal:
+        return None
+    progress = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    progress.add_task("train", total=total_steps, completed=start_step)
+    progress.start()
+    return progress
+
+
+def _colours(disabled: bool):
+    codes = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
+    if disabled or not Console().is_terminal:
+        return lambda name, text: text
+    return lambda name, text: f"\033[{codes[name]}m{text}\033[39m"

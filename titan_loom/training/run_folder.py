@@ -1,0 +1,60 @@
+"""The folder of a run: one process group at a time writes to it."""
+
+import fcntl
+import shutil
+import time
+from pathlib import Path
+
+from titan_loom.config import JobConfig
+from titan_loom.config.loading import to_toml
+from titan_loom.errors import UserError
+from titan_loom.tools.logging import logger
+from titan_loom.training import checkpoint_files
+
+LOCK_WAIT_SECONDS = 60
+
+
+class RunFolder:
+    """Rank 0's hold on `[job] dump_folder`, until `close` or the end of the process, however it ends."""
+
+    def __init__(self, config: JobConfig):
+        self.path = Path(config.job.dump_folder)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / ".lock", "w")
+        self._acquire()
+        checkpoint_files.remove_leftovers(checkpoint_files.checkpoint_folder(config))
+
+    def write_config(self, config: JobConfig) -> None:
+        """Write the effective configuration, which can be run again as it is."""
+        (self.path / "config.toml").write_text(to_toml(config))
+
+    def clear(self, config: JobConfig) -> None:
+        """Delete what an earlier run left, as `[job] overwrite` allows."""
+        for path in (checkpoint_files.checkpoint_folder(config), self.path / config.metrics.save_tb_folder):
+            shutil.rmtree(path, ignore_errors=True)
+        (self.path / "metrics.jsonl").unlink(missing_ok=True)
+
+    def set_aside_after(self, config: JobConfig, step: int) -> None:
+        """Keep the checkpoints after `step` from being taken for this run's own."""
+        for path in checkpoint_files.set_aside_after(checkpoint_files.checkpoint_folder(config), step):
+            logger.info(f"Continuing from step {step}: renamed a later checkpoint to {path}")
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def _acquire(self) -> None:
+        # A record lock, not flock: forked data workers must not keep it alive after this process was killed.
+        deadline = time.monotonic() + LOCK_WAIT_SECONDS
+        waiting = False
+        while True:
+            try:
+                return fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"job.dump_folder {str(self.path)!r} is in use by another run: wait for it or choose another"
+                    ) from None
+            if not waiting:
+                logger.info(f"Waiting for another run to leave {self.path}")
+                waiting = True
+            time.sleep(0.2)
