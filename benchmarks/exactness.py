@@ -82,8 +82,9 @@ def same_numbers(root: Path) -> None:
             same = all(
                 row["batch_sha256"] == expected["batch_sha256"] for row, expected in zip(rows, reference, strict=True)
             )
+            hashes = "equal" if same else "other"
             report(
-                f"{optimizer}, {world_size} processes, accumulation {accumulation}, hashes {'equal' if same else 'other'}",
+                f"{optimizer}, {world_size} processes, accumulation {accumulation}, hashes {hashes}",
                 f"loss {loss:.1e} norm {norm:.1e}",
                 same and loss <= loss_limit and norm <= norm_limit,
             )

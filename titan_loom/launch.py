@@ -7,10 +7,11 @@ second. Exit status: 0 done, 2 the user's mistake, else 1.
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from titan_loom.config import load_config
 from titan_loom.errors import UserError
-from titan_loom.preflight import preflight
+from titan_loom.preflight import is_finished, preflight
 
 TRAIN_MODULE = "titan_loom.train"
 
@@ -34,16 +35,32 @@ def launch(argv: list[str]) -> int:
     """
     config = load_config(argv[argv.index(TRAIN_MODULE) + 1 :]) if TRAIN_MODULE in argv else None
 
-    from titan_loom.distributed import elastic  # imports torch
-
+    elastic = _import_elastic()
     options = elastic.parse_options(argv)
     if config is not None:
         preflight(config, options.nnodes * options.nproc_per_node)
+        if is_finished(config):
+            return 0
     run_folder = Path(config.job.dump_folder) if config is not None else Path()
     # Each process would take every core otherwise.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
     return elastic.run_workers(options, run_folder / "logs")
+
+
+def _import_elastic() -> ModuleType:
+    """Import torch with its C++ warnings off, in this process only: workers keep theirs.
+
+    When several hosts have finished, the one that held their store may leave before the others have read its last
+    word, which is no error but would print a stack trace.
+    """
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
+    from titan_loom.distributed import elastic
+
+    if level is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    return elastic
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 The launcher calls it first, so that a mistake costs a second and not an allocation of accelerators.
 """
 
+import os
 from dataclasses import asdict
 
 from titan_loom.config import JobConfig
@@ -37,3 +38,17 @@ def preflight(config: JobConfig, world_size: int) -> None:
     # The fingerprint lists the parts of every source, so a missing or empty folder ends here as well.
     fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, tokenizer)
     find_start(config, asdict(args), fingerprint)
+
+
+def is_finished(config: JobConfig) -> bool:
+    """Whether `job.dump_folder` holds the whole run already; says so on stdout."""
+    from titan_loom.training.checkpoint_files import finished_step
+
+    step = finished_step(config)
+    if step is not None and os.environ.get("RANK", "0") == "0":
+        print(
+            f"The run in {config.job.dump_folder} has finished: it is at step {step} of {config.training.num_steps}. "
+            "Raise training.steps (or total_tokens) to extend it, or choose another job.dump_folder.",
+            flush=True,
+        )
+    return step is not None

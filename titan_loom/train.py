@@ -11,7 +11,7 @@ from contextlib import closing
 
 from titan_loom.config import load_config
 from titan_loom.errors import Interrupted, UserError
-from titan_loom.preflight import preflight
+from titan_loom.preflight import is_finished, preflight
 from titan_loom.tools.logging import init_logger
 
 SECONDS_FOR_RANK_0 = 2.0
@@ -24,6 +24,8 @@ def main() -> int:
         init_logger()
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host: each has its own folders
             preflight(config, int(os.environ.get("WORLD_SIZE", "1")))
+        if is_finished(config):
+            return 0
         from titan_loom.trainer import Trainer
 
         with closing(Trainer(config)) as trainer:

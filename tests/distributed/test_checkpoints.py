@@ -76,7 +76,7 @@ def test_a_planted_pickle_is_refused_and_not_run(tmp_path, monkeypatch):
     assert not (tmp_path / "planted").exists()
 
 
-def _fail_to_write(argv: list[str]) -> str:
+def _train_on_a_full_disk(argv: list[str], full_on: str) -> str:
     from titan_loom.config.loading import load_config
     from titan_loom.trainer import Trainer
     from titan_loom.training import checkpoint
@@ -85,7 +85,10 @@ def _fail_to_write(argv: list[str]) -> str:
         raise OSError(28, "No space left on device")
 
     trainer = Trainer(load_config(argv))
-    checkpoint.os.fsync = full_disk
+    if full_on == "rank 0's state":
+        checkpoint._fsync_folder = full_disk
+    elif trainer.rank == 1:
+        checkpoint.dcp.FileSystemWriter.write_data = full_disk
     try:
         trainer.train()
     except RuntimeError as error:
@@ -94,10 +97,11 @@ def _fail_to_write(argv: list[str]) -> str:
         trainer.close()
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path):
+@pytest.mark.parametrize("full_on", ["rank 0's state", "rank 1's tensors"])
+def test_a_full_disk_leaves_what_was_there(tmp_path, full_on):
     runs.train(tmp_path, "--training.steps", "5")
     argv = ["--job.config_file", str(tmp_path / "small.toml"), "--job.dump_folder", str(tmp_path / "run")]
-    messages = processes.run(_fail_to_write, 2, [*argv, "--training.steps", "10"])
+    messages = processes.run(_train_on_a_full_disk, 2, [*argv, "--training.steps", "10"], full_on)
     assert all("No space left on device" in message for message in messages)
     assert complete(tmp_path) == [5]
     assert not list((tmp_path / "run" / "checkpoint").glob(".step-*"))

@@ -27,6 +27,10 @@ def start(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen
     )
 
 
+def steps(n: int) -> tuple[str, ...]:
+    return "--training.steps", str(n), "--lr_scheduler.total_steps", str(n)
+
+
 def run(folder: Path, *overrides: str, **environment: str) -> tuple[int, str, str]:
     process = start(folder, *overrides, **environment)
     output, errors = process.communicate(timeout=55)
@@ -62,9 +66,9 @@ def test_the_effective_configuration_runs_again_as_it_is(tmp_path):
 
 
 def test_sigterm_saves_the_step_that_was_running_and_the_run_continues_exactly(tmp_path):
-    status, _, errors = run(tmp_path / "whole", "--training.steps", "60")
+    status, _, errors = run(tmp_path / "whole", *steps(30))
     assert status == 0, errors
-    process = start(tmp_path / "stopped", "--training.steps", "60", "--metrics.log_freq", "1", NGPU="2")
+    process = start(tmp_path / "stopped", *steps(30), "--metrics.log_freq", "1", NGPU="2")
     for line in process.stdout:
         if "step:  5" in line:
             break
@@ -73,14 +77,14 @@ def test_sigterm_saves_the_step_that_was_running_and_the_run_continues_exactly(t
     assert process.returncode == 1, errors
     assert "stopped by SIGTERM" in output + errors
     saved = [int(path.name[5:]) for path in (tmp_path / "stopped" / "run" / "checkpoint").iterdir()]
-    assert len(saved) == 1 and 5 <= saved[0] < 60
-    assert run(tmp_path / "stopped", "--training.steps", "60", NGPU="2")[0] == 0
+    assert len(saved) == 1 and 5 <= saved[0] < 30
+    assert run(tmp_path / "stopped", *steps(30), NGPU="2")[0] == 0
     rows, expected = runs.metrics(tmp_path / "stopped"), runs.metrics(tmp_path / "whole")
     assert [row["batch_sha256"] for row in rows] == [row["batch_sha256"] for row in expected]
 
 
 def test_a_killed_run_loses_at_most_one_interval(tmp_path):
-    overrides = ("--training.steps", "40", "--checkpoint.interval", "4", "--metrics.log_freq", "1")
+    overrides = (*steps(40), "--checkpoint.interval", "4", "--metrics.log_freq", "1")
     assert run(tmp_path / "whole", *overrides)[0] == 0
     process = start(tmp_path / "killed", *overrides, "--training.dataloader.num_workers", "2")
     for line in process.stdout:
@@ -99,9 +103,7 @@ def test_a_killed_run_loses_at_most_one_interval(tmp_path):
 
 
 def test_workers_leave_when_the_launcher_is_killed(tmp_path):
-    process = start(
-        tmp_path, "--training.steps", "100000", "--metrics.log_freq", "1", "--checkpoint.interval", "100000"
-    )
+    process = start(tmp_path, *steps(100_000), "--metrics.log_freq", "1", "--checkpoint.interval", "100000")
     for line in process.stdout:
         if "step:  3" in line:
             break
@@ -127,7 +129,7 @@ def descendants(pid: int) -> list[int]:
         (["--training.steps", "many"], "training.steps", "many"),
         (["--training.global_batch_size", "9"], "training.global_batch_size", "9"),
         (["--data.lanes", "3"], "data.lanes", "3"),
-        (["--model.args.vocab_size", "8000"], "8192", "8000"),
+        (["--model.args.vocab_size", "8000"], "8,192", "8,000"),
         (["--training.seq_len", "8192"], "training.seq_len", "4096"),
         (["--data.sources.code.path", "nowhere"], "data.sources.code.path", "nowhere"),
         (["--checkpoint.load_step", "7"], "checkpoint.load_step", "7"),

@@ -1,5 +1,6 @@
 """Small sources for the data tests: parquet parts of numbered rows, and the corpus of `tests/assets`."""
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -45,3 +46,13 @@ def rows_of_epoch(stream: RowStream, epoch: int) -> list[Row]:
             return rows
         if state[0] == epoch:
             rows.append(row)
+
+
+def write_corpus(folder: Path, num_parts: int = 3) -> None:
+    """The corpus as parquet parts in `folder`/code and `folder`/prose."""
+    for name, corpus in [("code", "repositories.jsonl"), ("prose", "prose.jsonl")]:
+        rows = [json.loads(line) for line in (CORPUS / corpus).read_text("utf-8").splitlines()]
+        (folder / name).mkdir()
+        for part in range(num_parts):
+            table = pa.Table.from_pylist(rows[part::num_parts])
+            pq.write_table(table, folder / name / f"{part}.parquet", row_group_size=4)

@@ -73,14 +73,6 @@ def test_an_infinite_norm_means_no_clipping():
             {"lr_scheduler__warmup_steps": "3", "lr_scheduler__warmup_tokens": "5"},
             ["lr_scheduler.warmup_steps is 3", "lr_scheduler.warmup_tokens is 5", "only one"],
         ),
-        (
-            {"lr_scheduler__warmup_steps": "90", "lr_scheduler__decay_ratio": "0.2"},
-            ["lr_scheduler.warmup_steps is 90", "decay_ratio = 0.2", "20 of", "100 steps", "at most 80"],
-        ),
-        (
-            {"lr_scheduler__warmup_tokens": "12801", "lr_scheduler__decay_ratio": "0.2"},
-            ["lr_scheduler.warmup_tokens is 12801 (81 steps)", "at most 80"],
-        ),
         ({"lr_scheduler__total_steps": "99"}, ["lr_scheduler.total_steps is 99", "at least the run's 100 steps"]),
         ({"optimizer__final_weight_decay": "0.1"}, ["optimizer.weight_decay_switch_tokens is not set"]),
         ({"optimizer__weight_decay_switch_tokens": "5"}, ["optimizer.final_weight_decay is not set"]),

@@ -5,7 +5,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from tests.unit.data_corpus import CORPUS, row_stream, shards_of, write_parquet, write_parts
+from tests.unit.data_corpus import row_stream, shards_of, write_corpus, write_parquet, write_parts
 from titan_loom.data.documents import FORMATS
 from titan_loom.data.sequences import SequenceStream
 from titan_loom.data.tokenizer import load_tokenizer
@@ -43,7 +43,8 @@ def shards(tmp_path):
 
 @pytest.fixture
 def repositories(tmp_path):
-    return shards_of(CORPUS / "repositories.jsonl", 1, "repository")
+    write_corpus(tmp_path)
+    return shards_of(tmp_path / "code", 1, "repository")
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])

@@ -160,6 +160,36 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+STORE_THAT_GOES_AWAY = """
+import os, time
+from datetime import timedelta
+from titan_loom import launch
+
+os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
+launch._import_elastic()
+assert "TORCH_CPP_LOG_LEVEL" not in os.environ  # workers keep their warnings
+from torch.distributed import DistError, TCPStore
+
+reader, writer = os.pipe()
+if os.fork() == 0:
+    client = TCPStore("127.0.0.1", int(os.read(reader, 9)), None, False)
+    try:
+        client.wait(["never"], timedelta(seconds=20))
+    except DistError:
+        os._exit(3)
+server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+os.write(writer, str(server.port).encode())
+time.sleep(1)
+del server
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+"""
+
+
+def test_a_host_that_leaves_first_is_no_stack_trace_for_the_others():
+    result = subprocess.run([sys.executable, "-c", STORE_THAT_GOES_AWAY], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_help_after_the_module_explains_the_configuration(no_worker, capsys):
     with pytest.raises(SystemExit) as leaving:
         launch.main(["--nproc_per_node", "2", "-m", "titan_loom.train", "--help"])

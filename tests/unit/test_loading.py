@@ -296,3 +296,16 @@ def test_help_shows_the_values_of_the_file(capsys, load):
 def test_reading_a_configuration_imports_no_torch():
     code = "import sys, titan_loom.config as c; c.load_config([]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_key_on_the_command_line_takes_the_place_of_the_one_it_excludes(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\ntotal_tokens = 1000\n[lr_scheduler]\nwarmup_tokens = 10\n")
+    argv = ["--job.config_file", str(file)]
+    config = load_config([*argv, "--training.steps", "30", "--lr-scheduler.warmup-steps", "3"])
+    assert (config.training.steps, config.training.total_tokens) == (30, None)
+    assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.warmup_tokens) == (3, None)
+    both = load_config([*argv, "--training.steps", "30", "--training.total_tokens", "9"])
+    assert (both.training.steps, both.training.total_tokens) == (30, 9)
+    kept = load_config([*argv, "--training.steps", "none"])
+    assert kept.training.total_tokens == 1000

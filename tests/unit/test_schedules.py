@@ -75,6 +75,13 @@ def test_the_length_of_the_schedule_may_differ_from_that_of_the_run():
     assert long.lr_factor(19) == 1.0
 
 
+def test_a_trial_of_a_few_steps_cuts_the_warm_up_to_the_run_and_the_decay_to_what_is_left():
+    schedule = Schedule(job_config.LRScheduler(warmup_steps=1_145), job_config.Training(steps=20))
+    assert [schedule.lr_factor(step) for step in (0, 9, 19)] == [1 / 20, 10 / 20, 1.0]
+    schedule = Schedule(job_config.LRScheduler(warmup_steps=18), job_config.Training(steps=20))
+    assert [schedule.lr_factor(step) for step in (17, 18, 19)] == [1.0, 1.0, 0.5]
+
+
 def test_a_value_switches_before_the_first_step_that_starts_with_enough_tokens():
     weight_decay = TokenSwitch(0.1, 0.01, 12_000_000_000)
     values = [weight_decay((number - 1) * TRAINING.tokens_per_step) for number in (1, 22_889, 22_890, STEPS)]

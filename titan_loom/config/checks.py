@@ -158,18 +158,6 @@ def _check_learning_rate(schedule: LRScheduler, training: Training) -> None:
             f"lr_scheduler.total_steps is {total}; it must be at least the run's {training.num_steps} steps, or the "
             "rest of them would have a learning rate of 0"
         )
-    if schedule.warmup_tokens is None:
-        warmup, found = schedule.warmup_steps or 0, f"lr_scheduler.warmup_steps is {schedule.warmup_steps}"
-    else:
-        warmup = -(-schedule.warmup_tokens // training.tokens_per_step)
-        found = f"lr_scheduler.warmup_tokens is {schedule.warmup_tokens} ({warmup} steps)"
-    decay = round(total * schedule.decay_ratio)
-    if warmup + decay > total:
-        raise UserError(
-            f"{found}; with lr_scheduler.decay_ratio = {schedule.decay_ratio} the decay takes {decay} of the "
-            f"schedule's {total} steps, so the warm-up may have at most {total - decay}; lr_scheduler.total_steps may "
-            "be more than the run's steps"
-        )
 
 
 def _check_token_switches(optimizer: Optimizer, training: Training) -> None:

@@ -14,7 +14,7 @@ class Job:
     """TOML file that describes the run (command line only)."""
 
     dump_folder: str | None = None
-    """Folder of everything the run writes. Default: `./outputs/<config file's stem>`, relative to the caller's folder."""
+    """Folder of everything the run writes. Default: `./outputs/<config file's stem>`, from the caller's folder."""
 
     description: str = ""
     """One line for the log."""
@@ -58,7 +58,7 @@ class Source:
     stack-v3) or `file` (`file_path` and `content`; what a folder of text files gives)."""
 
     share: float = 1.0
-    """Share of the run's supervised tokens, relative to the other sources' shares. Exact: read as a decimal fraction."""
+    """Share of the run's supervised tokens, relative to the other shares. Exact: read as a decimal fraction."""
 
     encode_batch_size: int = 16
     """Documents per tokenizer call. Affects speed and memory only, never the tokens."""
@@ -71,7 +71,7 @@ class Data:
     data's definition: another number of lanes is another order."""
 
     window: int = 256
-    """Rows that are shuffled together. Larger mixes better and holds more rows in memory (per lane, source, open part)."""
+    """Rows that are shuffled together. Larger mixes better and holds more rows in memory: per lane, source, part."""
 
     open_parts: int = 2
     """Parts of a source that a lane reads in turn."""
@@ -167,6 +167,15 @@ class MuonGroup:
     ns_steps: int = 5
     """Newton-Schulz iterations."""
 
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """dtype of the Newton-Schulz iteration, and of the matrices on their way to the rank that runs it."""
+
+    ns_coefficients: Literal["quintic", "polar_express"] = "quintic"
+    """Polynomials of the iteration."""
+
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
+    """Scale of the rate by a matrix's shape: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingsGroup:
@@ -233,7 +242,8 @@ class Optimizer:
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
     warmup_steps: int | None = None
-    """Steps of linear warm-up, the first at 1 / warmup_steps. Excludes `warmup_tokens`. Default: 0."""
+    """Steps of linear warm-up, the first at 1 / warmup_steps. Excludes `warmup_tokens`. Default: 0. A shorter run
+    cuts it to its length."""
 
     warmup_tokens: int | None = None
     """Warm-up in supervised tokens, rounded up to steps. Excludes `warmup_steps`."""
@@ -290,7 +300,7 @@ class Checkpoint:
     """Step to resume from; -1 is the newest complete one."""
 
     resume: bool = True
-    """Continue what `dump_folder` holds. False on a folder that holds checkpoints is an error without `[job] overwrite`."""
+    """Continue what `dump_folder` holds. If false, a folder with checkpoints is an error without `job.overwrite`."""
 
     initial_load_path: str | None = None
     """Checkpoint (a `step-N` folder) to start from when there is nothing to resume."""

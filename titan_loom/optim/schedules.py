@@ -56,10 +56,12 @@ class Schedule:
         self.config = config
         self.total_steps = config.total_steps if config.total_steps is not None else training.num_steps
         if config.warmup_tokens is not None:
-            self.warmup_steps = -(-config.warmup_tokens // training.tokens_per_step)
+            warmup_steps = -(-config.warmup_tokens // training.tokens_per_step)
         else:
-            self.warmup_steps = config.warmup_steps or 0
-        self.decay_start = self.total_steps - round(self.total_steps * config.decay_ratio)
+            warmup_steps = config.warmup_steps or 0
+        # A trial of a few steps of a long recipe: the warm-up is cut to the run, and the decay to what it leaves.
+        self.warmup_steps = min(warmup_steps, self.total_steps)
+        self.decay_start = max(self.warmup_steps, self.total_steps - round(self.total_steps * config.decay_ratio))
 
     def lr_factor(self, step: int) -> float:
         """Fraction of every group's peak learning rate in `step`, counted from 0."""

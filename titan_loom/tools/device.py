@@ -40,7 +40,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> tuple[float, float]:
-    """Most memory in use since the start, in GiB and in percent of what there is: reserved on CUDA, resident on a CPU."""
+    """Most memory in use so far, in GiB and in percent of what there is: reserved on CUDA, resident on a CPU."""
     if device.type == "cuda":
         used, total = torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
     else:

@@ -42,6 +42,13 @@ def read_state(path: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {path} has no readable {STATE_FILE}: {error}") from error
 
 
+def finished_step(config: JobConfig) -> int | None:
+    """The step at which the run of `config` ended, when there is nothing left to train; else None."""
+    checkpoint = config.checkpoint
+    steps = complete_steps(checkpoint_folder(config)) if checkpoint.resume and checkpoint.load_step == -1 else []
+    return steps[-1] if steps and steps[-1] >= config.training.num_steps else None
+
+
 def remove(path: Path) -> None:
     """Delete a checkpoint so that it is never seen half deleted."""
     doomed = path.with_name(f".{path.name}.deleted")

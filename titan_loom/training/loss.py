@@ -12,9 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from titan_loom.data.loader import IGNORED_LABEL
 
-IGNORED_LABEL = -100
-"""Label of a token that is not supervised."""
-
 
 class Losses(NamedTuple):
     loss_sum: Tensor
