@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable
 
 from titan_loom.config import load_config
-from titan_loom.errors import UserError
+from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import init_logger
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; return the exit status: 0 done, 2 the user's mistake (one sentence on stderr)."""
+    """Run one verb; return the exit status: 0 done, 2 the user's mistake (one sentence on stderr), 1 interrupted, or a
+    source that cannot be read any further."""
     verb, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     init_logger(sys.stderr)  # stdout belongs to what the verb prints
     try:
@@ -28,6 +29,11 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except ReadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1
     return 0
 
 
@@ -46,7 +52,26 @@ def _tokenizer(argv: list[str]) -> None:
     train_tokenizer.main(argv)
 
 
-VERBS: dict[str, Callable[[list[str]], None]] = {"inspect": _inspect, "tokenizer": _tokenizer}
+def _data(argv: list[str]) -> None:
+    """Look at the data: preview | stats | hashes | speed, then --job.config_file X [overrides]."""
+    from titan_loom.data import report
+
+    report.main(argv)
+
+
+def _pack(argv: list[str]) -> None:
+    """Tokenise once: --job.config_file X --source NAME --out DIR [--workers N] | merge A B --out C | verify A."""
+    from titan_loom.data import packing
+
+    packing.main(argv)
+
+
+VERBS: dict[str, Callable[[list[str]], None]] = {
+    "data": _data,
+    "inspect": _inspect,
+    "pack": _pack,
+    "tokenizer": _tokenizer,
+}
 
 
 if __name__ == "__main__":

@@ -10,3 +10,16 @@ class UserError(ValueError):
 
 class Interrupted(Exception):
     """The run was stopped by a signal after saving; the text says which signal and what was saved."""
+
+
+class ReadError(RuntimeError):
+    """A source cannot be read any further, through no mistake of the user's: ends the run with status 1 and this one
+    sentence."""
+
+    def __init__(self, source: str, part: str, reason: str, row: int | None = None):
+        super().__init__(source, part, reason, row)
+        self.source, self.part, self.reason, self.row = source, part, reason, row
+
+    def __str__(self) -> str:
+        place = self.part if self.row is None else f"{self.part}, row {self.row}"
+        return f"data.sources.{self.source}: {place} cannot be read: {self.reason}"

@@ -4,7 +4,7 @@ The launcher calls it first, so that a mistake costs a second and not an allocat
 """
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from titan_loom.config import JobConfig
 from titan_loom.config.checks import check
@@ -29,14 +29,22 @@ def preflight(config: JobConfig, world_size: int) -> None:
             f"model.args.max_seq_len = {args.max_seq_len}"
         )
 
+    from titan_loom.data.documents import get_format
     from titan_loom.data.loader import data_fingerprint
+    from titan_loom.data.sources import is_on_hub, list_sources
     from titan_loom.data.tokenizer import check_tokenizer, load_tokenizer
     from titan_loom.training.checkpoint_files import find_start
 
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     check_tokenizer(tokenizer, args.vocab_size)
-    # The fingerprint lists the parts of every source, so a missing or empty folder ends here as well.
-    fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, tokenizer)
+    # Listing finds a missing or empty folder as well. Datasets on the Hub are listed once, by rank 0 of the run.
+    local = {name: source for name, source in config.data.sources.items() if not is_on_hub(source.path)}
+    for name, source in config.data.sources.items():
+        get_format(name, source.format)
+    listing = list_sources(replace(config.data, sources=local))
+    fingerprint = None
+    if len(listing) == len(config.data.sources):
+        fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, tokenizer, listing)
     find_start(config, asdict(args), fingerprint)
 
 

@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 
 from titan_loom.config import load_config
-from titan_loom.errors import Interrupted, UserError
+from titan_loom.errors import Interrupted, ReadError, UserError
 from titan_loom.preflight import is_finished, preflight
 from titan_loom.tools.logging import init_logger
 
@@ -34,6 +34,10 @@ def main() -> int:
         _wait_for_rank_0()
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except ReadError as error:
+        _wait_for_rank_0()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except Interrupted as stop:
         if os.environ.get("RANK", "0") == "0":
             print(stop, file=sys.stderr)
@@ -44,7 +48,7 @@ def main() -> int:
 
 
 def _wait_for_rank_0() -> None:
-    """Let rank 0 say it: every rank raises a user's mistake, but a launcher ends them all at the first exit."""
+    """Let rank 0 say it: every rank raises the same, but a launcher ends them all at the first exit."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(SECONDS_FOR_RANK_0)

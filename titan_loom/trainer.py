@@ -19,20 +19,32 @@ from torch.distributed.tensor import DTensor
 
 from titan_loom import __version__
 from titan_loom.config import JobConfig
-from titan_loom.data.loader import IGNORED_LABEL, Batch, LaneLoader, batch_digests, combine_digests, data_fingerprint
+from titan_loom.data.filters import count_by_reason
+from titan_loom.data.loader import (
+    IGNORED_LABEL,
+    Batch,
+    Fetch,
+    LaneLoader,
+    batch_digests,
+    combine_digests,
+    data_fingerprint,
+)
+from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.distributed.compile import apply_compile
 from titan_loom.distributed.fsdp import apply_fsdp, reshard_looped_blocks, set_last_micro_batch
 from titan_loom.distributed.init import materialize
 from titan_loom.distributed.process_group import (
     build_mesh,
+    first_error,
     from_rank0,
     init_process_group,
     local_device,
+    ranks_where,
     sum_over_ranks,
     tighten_timeout,
 )
-from titan_loom.errors import Interrupted
+from titan_loom.errors import Interrupted, ReadError, UserError
 from titan_loom.models import build_model, model_args
 from titan_loom.optim.groups import assign_groups
 from titan_loom.optim.optimizers import build_optimizers
@@ -46,6 +58,9 @@ from titan_loom.training.loss import chunked_cross_entropy
 from titan_loom.training.metrics import MetricsProcessor, StepRecord
 from titan_loom.training.run_folder import RunFolder
 from titan_loom.training.signals import StopRequest
+
+MAX_SECONDS_ALONE = 60.0
+"""A rank that waits for data meets the others this often, well within the timeout of collectives."""
 
 
 class Trainer:
@@ -70,7 +85,7 @@ class Trainer:
         self.args = model_args(config.model)
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
         self.run_folder: RunFolder | None = None  # rank 0 holds it
-        self.data_fingerprint, start = from_rank0(self._open_run_folder)
+        self.data_fingerprint, self.listing, start = from_rank0(self._open_run_folder)
 
         self._build_model()
         groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
@@ -89,6 +104,8 @@ class Trainer:
             if not start.model_only:
                 self._restore(start.state)
 
+        self.last_saved = self.step
+
         self.loader = LaneLoader(
             config.data,
             training.dataloader,
@@ -102,6 +119,7 @@ class Trainer:
             dp_degree=self.world_size,
             start_step=self.step,
             lane_states=self.lane_states,
+            listing=self.listing,
         )
         self.metrics = MetricsProcessor(
             config.metrics,
@@ -115,18 +133,23 @@ class Trainer:
         )
         self._log_summary()
 
-    def _open_run_folder(self) -> tuple[dict[str, Any], checkpoint_files.Start | None]:
-        """On rank 0: take the folder and decide, now that nobody else writes to it, what to continue from."""
+    def _open_run_folder(self) -> tuple[dict[str, Any], dict[str, Parts], checkpoint_files.Start | None]:
+        """On rank 0: take the folder and decide, now that nobody else writes to it, what to continue from; list the
+        sources for all ranks, at the commits of the run that is continued."""
         config = self.config
         self.run_folder = RunFolder(config)
-        fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, self.tokenizer)
-        start = checkpoint_files.find_start(config, asdict(self.args), fingerprint)
+        start = checkpoint_files.find_start(config, asdict(self.args))
+        saved = {} if start is None or start.model_only else start.state["data"]
+        commits = {name: saved.get(f"data.sources.{name}.commit", "") for name in config.data.sources}
+        listing = list_sources(config.data, commits)
+        fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, self.tokenizer, listing)
+        checkpoint_files.check_same_data(start, fingerprint)
         if not config.checkpoint.resume and config.job.overwrite:
             self.run_folder.clear(config)
         elif start is not None and not start.model_only:
             self.run_folder.set_aside_after(config, start.state["step"])
         self.run_folder.write_config(config)
-        return fingerprint, start
+        return fingerprint, listing, start
 
     def _build_model(self) -> None:
         training = self.config.training
@@ -180,13 +203,20 @@ class Trainer:
 
         Raises:
             Interrupted: asked to stop by a signal; the step that was running has been finished and saved.
+            UserError, ReadError: a source cannot be read any further; what was trained so far has been saved.
             RuntimeError: a loss is not finite, a checkpoint could not be written, a data worker died.
         """
         logger.info(f"Training starts at step {self.step + 1}")
         first_step = self.step + 1
         while self.step < self.num_steps:
             self.step += 1
-            stopping = self.train_step()
+            try:
+                stopping = self.train_step()
+            except (UserError, ReadError, Interrupted):  # no data for this step, as all ranks know
+                self.step -= 1
+                if self.config.checkpoint.enable and self.step > self.last_saved:
+                    self.save()
+                raise
             if self.step == first_step:
                 tighten_timeout(self.config.comm, self.device)
             # The first step of a process warms up and compiles: its time is nobody else's.
@@ -205,11 +235,14 @@ class Trainer:
         index = self.step - 1  # schedules count from 0
         torch.manual_seed(derive_seed(self.config.debug.seed, "step", index))
         started = time.perf_counter()
-        batch = next(self.loader)
+        batch = self._next_batch()
         data_wait = time.perf_counter() - started
         self.lane_states = batch.lane_states
 
-        *source_counts, stop_requests = sum_over_ranks([*self._supervised_tokens(batch), bool(self.stop)])
+        counts = [*self._supervised_tokens(batch), bool(self.stop), *batch.filtered.flatten().tolist()]
+        counts = sum_over_ranks(counts)
+        num_sources = len(self.source_tokens)
+        source_counts, stop_requests, filtered = counts[:num_sources], counts[num_sources], counts[num_sources + 1 :]
         num_tokens = sum(source_counts)
         weight_decay = self.weight_decay(self.tokens_seen)
         self.z_coefficient.fill_(self.z_loss(self.tokens_seen))
@@ -235,10 +268,31 @@ class Trainer:
                 lr=self.optimizers.lr(),
                 weight_decay=weight_decay,
                 data_wait=data_wait,
+                filtered=count_by_reason(list(self.source_tokens), filtered),
+                source_wait=batch.read_seconds,
                 extra={"batch_sha256": self._batch_sha256(batch)} if self.config.debug.hash_batches else {},
             )
         )
         return stop_requests > 0
+
+    def _next_batch(self) -> Batch:
+        """This rank's batch, when every rank has one. While one has not, the others neither hang nor time out.
+
+        Raises on all ranks alike:
+            UserError, ReadError: the first of those that a rank met.
+            Interrupted: asked to stop while a rank was waiting for data.
+        """
+        fetch = Fetch(self.loader)
+        while True:
+            fetch.join(min(self.config.data.streaming.report_seconds, MAX_SECONDS_ALONE))
+            waiting, failed, stopping = sum_over_ranks([fetch.is_alive(), fetch.error is not None, bool(self.stop)])
+            if failed:
+                raise first_error(fetch.error)
+            if not waiting:
+                return fetch.batch
+            if stopping:
+                raise Interrupted(f"stopped by {self.stop.reason or 'another rank'} while waiting for data")
+            logger.warning(f"Step {self.step} waits for the data of ranks {ranks_where(fetch.is_alive())}")
 
     def forward_backward(self, batch: Batch, num_tokens: int) -> Tensor:
         """Accumulate the gradients of this rank's share of a global batch with `num_tokens` supervised tokens.
@@ -295,6 +349,7 @@ class Trainer:
         self.metrics.flush()
         self.metrics.sync()
         self.checkpoints.save(self.step, self._state())
+        self.last_saved = self.step
         self.metrics.reset_clock()
 
     def _state(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 import pytest
 
 from titan_loom.config import Data, JobConfig, Source, Training
-from titan_loom.config.checks import BELOW_ONE, FRACTIONS, NOT_NEGATIVE, POSITIVE, check
+from titan_loom.config.checks import BELOW_ONE, FRACTIONS, NOT_NEGATIVE, PERCENTAGES, POSITIVE, check
 from titan_loom.config.decoding import Text, keys, override
 from titan_loom.errors import UserError
 
@@ -35,7 +35,7 @@ def test_a_good_configuration_passes(world_size):
 
 
 def test_every_range_belongs_to_a_key():
-    assert set(POSITIVE + NOT_NEGATIVE + FRACTIONS + BELOW_ONE) <= set(keys(JobConfig))
+    assert set(POSITIVE + NOT_NEGATIVE + FRACTIONS + BELOW_ONE + PERCENTAGES) <= set(keys(JobConfig))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,7 @@ def test_every_range_belongs_to_a_key():
         *[(key, "-1", "0 or greater") for key in NOT_NEGATIVE],
         *[(key, word, "from 0 to 1") for key in FRACTIONS for word in ("-0.1", "1.1", "nan")],
         *[(key, word, "at least 0 and less than 1") for key in BELOW_ONE for word in ("-0.1", "1", "nan")],
+        *[(key, word, "at least 0 and less than 100") for key in PERCENTAGES for word in ("-0.1", "100", "nan")],
         ("optimizer.lr", "inf", "finite"),
         ("optimizer.muon.lr", "nan", "0 or greater"),
     ],
@@ -68,6 +69,11 @@ def test_an_infinite_norm_means_no_clipping():
         ({"data__sources__b__share": "0"}, ["data.sources.b.share is 0.0", "greater than 0"]),
         ({"data__sources__b__share": "inf"}, ["data.sources.b.share is inf", "finite"]),
         ({"data__sources__b__share": "nan"}, ["data.sources.b.share is nan"]),
+        ({"data__sources__b__min_chars": "-1"}, ["data.sources.b.min_chars is -1", "0 or greater"]),
+        (
+            {"data__sources__b__min_chars": "5", "data__sources__b__max_chars": "4"},
+            ["data.sources.b.max_chars is 4", "not less than min_chars = 5"],
+        ),
         ({"data__sources__b__encode_batch_size": "0"}, ["data.sources.b.encode_batch_size is 0", "1 or greater"]),
         (
             {"lr_scheduler__warmup_steps": "3", "lr_scheduler__warmup_tokens": "5"},

@@ -33,7 +33,7 @@ def test_every_row_comes_exactly_once_per_epoch(tmp_path, rows, lanes):
 def rows_in_memory(monkeypatch):
     """A maker of parts whose rows are numbers in memory, so that many layouts can be tried."""
 
-    def open_rows(shard, start_row, columns):
+    def open_rows(shard, start_row, columns, access):
         stop = int(shard.part.name) if shard.stop is None else shard.stop
         return ({"text": f"{shard.part.path}:{row}"} for row in range(shard.start + start_row, stop))
 
@@ -116,7 +116,7 @@ def test_a_resume_reads_from_the_window_on_not_from_the_start(memory_rows, monke
     monkeypatch.setattr(
         rows_module,
         "open_rows",
-        lambda shard, start, columns: (starts.append(start), open_rows(shard, start, columns))[1],
+        lambda shard, start, *options: (starts.append(start), open_rows(shard, start, *options))[1],
     )
     next(row_stream(shards, window=10, state=stream.state()))
     assert starts == [900]

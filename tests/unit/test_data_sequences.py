@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.data_corpus import row_stream, shards_of, write_corpus, write_parquet, write_parts
 from titan_loom.data.documents import FORMATS
+from titan_loom.data.filters import Filter
 from titan_loom.data.sequences import SequenceStream
 from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.data.tokens import TokenStream
@@ -24,6 +25,7 @@ def token_stream(shards, lane=0, lanes=1, form="text", encode_batch_size=4, firs
         TOKENIZER,
         encode_batch_size=encode_batch_size,
         source_name="s",
+        keep=Filter(),
         first_document=first_document,
     )
 

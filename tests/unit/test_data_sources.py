@@ -34,13 +34,6 @@ def test_a_path_that_does_not_exist(tmp_path):
     refuse(r"embedded:cobol' is not known.*embedded:code and embedded:prose", path="embedded:cobol")
 
 
-def test_a_hub_id_says_what_to_do_instead():
-    refuse(
-        r"'HuggingFaceFW/fineweb-edu' is no local.*streaming.*Hub is not available.*local path",
-        path="HuggingFaceFW/fineweb-edu",
-    )
-
-
 def test_a_folder_without_usable_files(tmp_path):
     refuse(r"holds no usable file: allowed are parquet \(\.parquet\), jsonl", path=str(tmp_path))
     write_files(tmp_path, "picture.png", ".hidden/a.py")

@@ -17,8 +17,12 @@ EXPECTED = [
 ]
 
 
+def texts(form, row):
+    return [document.text for document in FORMATS[form].read(row, "data.sources.s")]
+
+
 def repository(files):
-    return list(FORMATS["repository"].documents({"repo_path": "me/tool", "files": files}))
+    return texts("repository", {"repo_path": "me/tool", "files": files})
 
 
 def test_repository_files_are_adjacent_in_order_without_vendored_and_blank_ones():
@@ -47,13 +51,12 @@ def test_content_of_exactly_the_limit_stays_whole():
 
 
 def test_text_rows_give_one_document_unless_blank():
-    text = FORMATS["text"].documents
-    assert [list(text({"text": value})) for value in ("hello\n", "", "  ", None)] == [["hello\n"], [], [], []]
+    assert [texts("text", {"text": value}) for value in ("hello\n", "", "  ", None)] == [["hello\n"], [], [], []]
 
 
 def test_file_rows_have_the_header_of_repository_files():
     row = {"repo_path": "me/tool", "file_path": "a.py", "content": "print(1)\n"}
-    assert list(FORMATS["file"].documents(row)) == EXPECTED[:1]
+    assert texts("file", row) == EXPECTED[:1]
 
 
 def test_a_user_adds_a_format(monkeypatch):
@@ -65,7 +68,23 @@ def test_a_user_adds_a_format(monkeypatch):
 
     form = get_format("talk", "chat")
     assert form.columns == ("question", "answer")
-    assert list(form.documents({"question": "a?", "answer": "b"})) == ["a?b"]
+    (document,) = form.read({"question": "a?", "answer": "b"}, "data.sources.s")
+    assert (document.text, document.key, document.num_chars) == ("a?b", "a?b", 3)
+
+
+def test_documents_know_their_key_length_and_language():
+    content = "x" * (MAX_CONTENT_CHARS + 1)
+    files = [{"file_path": "a.py", "content": content, "language": None}, {"file_path": "b", "content": "y"}]
+    documents = list(FORMATS["repository"].read({"repo_path": "me/tool", "files": files}, "data.sources.s"))
+    lengths = [len(content), len(content), 1]
+    assert [document.num_chars for document in documents] == lengths
+    assert {document.key for document in documents} == {"me/tool"}
+    assert [document.language for document in documents] == ["Python", "Python", None]
+    assert documents[2].fields is files[1]
+
+    row = {"repo_path": "me/tool", "file_path": "b/a.py", "content": "z"}
+    (document,) = FORMATS["file"].read(row, "data.sources.s")
+    assert (document.key, document.fields) == ("me/tool/b/a.py", row)
 
 
 def test_an_unknown_format_is_named_with_the_choices():

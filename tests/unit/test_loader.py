@@ -196,6 +196,7 @@ def test_the_run_ends_when_a_worker_dies(data):
         with pytest.raises(RuntimeError, match="worker"):
             for _ in range(5):
                 next(batches)
+        batches.close()
 
 
 def test_num_workers_is_lowered_to_a_divisor_of_the_lanes(data, caplog):

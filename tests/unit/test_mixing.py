@@ -8,8 +8,9 @@ import pytest
 from titan_loom.data.mixing import Mixer, integer_weights
 
 
-def mixer(shares=(0.75, 0.25), *, seq_len=4096, batch=128, total=None, steps=57_221, unit="sequence"):
-    return Mixer(shares, seq_len=seq_len, global_batch_size=batch, total_tokens=total, steps=steps, unit=unit)
+def mixer(shares=(0.75, 0.25), *, seq_len=4096, batch=128, total=None, steps=57_221, unit="sequence", stages=None):
+    stages = stages or [(None, shares)]
+    return Mixer(stages, seq_len=seq_len, global_batch_size=batch, total_tokens=total, steps=steps, unit=unit)
 
 
 def simulate(shares, num_units, unit_tokens):

@@ -98,7 +98,7 @@ def test_a_parquet_start_row_does_not_read_earlier_row_groups(tmp_path, monkeypa
             self._file.close()
 
     open_file = readers.open_file
-    monkeypatch.setattr(readers, "open_file", lambda path: Spy(open_file(path)))
+    monkeypatch.setattr(readers, "open_file", lambda part, access: Spy(open_file(part, access)))
     rows = open_rows(Shard(file_part(path, "parquet")), 1850, ("text",))
     assert next(rows)["text"].startswith("001850")
     rows.close()
@@ -124,8 +124,8 @@ class Shared(IterableDataset):
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_every_worker_process_can_read_the_same_part(kind, request):
     # `datasets` deals the files of a stream to the workers: with one file, all but worker 0 once got nothing.
-    items = list(DataLoader(Shared(request.getfixturevalue(kind)), batch_size=None, num_workers=3))
-    assert sorted(map(tuple, items)) == sorted((worker, str(worker * 10 + i)) for worker in range(3) for i in range(10))
+    items = list(DataLoader(Shared(request.getfixturevalue(kind)), batch_size=None, num_workers=2))
+    assert sorted(map(tuple, items)) == sorted((worker, str(worker * 10 + i)) for worker in range(2) for i in range(10))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -169,7 +169,7 @@ def test_embedded_code_has_the_shape_of_repositories():
     assert [file["file_path"] for file in row["files"]][:2] == ["json/__init__.py", "json/decoder.py"]
     assert all(file.keys() == {"file_path", "content", "language", "is_vendor"} for file in row["files"])
     documents = list(FORMATS["repository"].documents(row))
-    assert documents[0].startswith("repository: json\nfile: json/__init__.py\nlanguage: Python\n")
+    assert documents[0].text.startswith("repository: json\nfile: json/__init__.py\nlanguage: Python\n")
 
 
 def test_embedded_prose_has_the_shape_of_web_text():

@@ -19,6 +19,8 @@ from titan_loom.config.job_config import (
     Optimizer,
     Parallelism,
     Source,
+    Stage,
+    Streaming,
     Training,
 )
 from titan_loom.config.loading import load_config, print_help, to_toml
@@ -42,6 +44,8 @@ __all__ = [
     "Optimizer",
     "Parallelism",
     "Source",
+    "Stage",
+    "Streaming",
     "Training",
     "load_config",
     "print_help",

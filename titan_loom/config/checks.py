@@ -17,6 +17,8 @@ POSITIVE = [
     "data.lanes",
     "data.window",
     "data.open_parts",
+    "data.streaming.read_timeout_seconds",
+    "data.streaming.report_seconds",
     "training.local_batch_size",
     "training.global_batch_size",
     "training.seq_len",
@@ -38,6 +40,7 @@ POSITIVE = [
     "comm.train_timeout_seconds",
 ]
 NOT_NEGATIVE = [
+    "data.streaming.failures_per_hour",
     "training.z_loss",
     "training.dataloader.num_workers",
     "optimizer.lr",
@@ -55,6 +58,7 @@ NOT_NEGATIVE = [
     "lr_scheduler.warmup_tokens",
     "checkpoint.keep_latest_k",
 ]
+PERCENTAGES = ["data.holdout_percent"]
 FRACTIONS = ["lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"]
 BELOW_ONE = ["optimizer.beta1", "optimizer.beta2", "optimizer.muon.momentum"]
 UNLIMITED = ["training.max_norm"]  # inf: no clipping
@@ -72,6 +76,7 @@ def check(config: JobConfig, world_size: int) -> None:
     _check_batch(config.training, world_size)
     _check_lanes(config.data.lanes, config.training.global_batch_size, world_size)
     _check_sources(config.data)
+    _check_stages(config.data, config.training)
     _check_learning_rate(config.lr_scheduler, config.training)
     _check_token_switches(config.optimizer, config.training)
     _check_compile(config.compile)
@@ -91,6 +96,7 @@ def _check_ranges(config: JobConfig) -> None:
         (NOT_NEGATIVE, lambda value: value >= 0, "0 or greater"),
         (FRACTIONS, lambda value: 0 <= value <= 1, "from 0 to 1"),
         (BELOW_ONE, lambda value: 0 <= value < 1, "at least 0 and less than 1"),
+        (PERCENTAGES, lambda value: 0 <= value < 100, "at least 0 and less than 100"),
     ]
     for keys, is_allowed, allowed in rules:
         for key in keys:
@@ -144,6 +150,37 @@ def _check_sources(data: Data) -> None:
             raise UserError(f"{key}.share is {source.share}; it must be greater than 0 and finite")
         if source.encode_batch_size < 1:
             raise UserError(f"{key}.encode_batch_size is {source.encode_batch_size}; it must be 1 or greater")
+        if source.min_chars < 0:
+            raise UserError(f"{key}.min_chars is {source.min_chars}; it must be 0 or greater")
+        if source.max_chars is not None and source.max_chars < max(1, source.min_chars):
+            raise UserError(
+                f"{key}.max_chars is {source.max_chars}; it must be greater than 0 and not less than min_chars = "
+                f"{source.min_chars}"
+            )
+
+
+def _check_stages(data: Data, training: Training) -> None:
+    for i, stage in enumerate(data.stages):
+        key = f"data.stages.{i}"
+        if unknown := stage.shares.keys() - data.sources.keys():
+            raise UserError(f"{key}.shares names {min(unknown)!r}; the sources are: {', '.join(data.sources)}")
+        for name, share in stage.shares.items():
+            if not 0 <= share < math.inf:
+                raise UserError(f"{key}.shares.{name} is {share}; it must be 0 or greater and finite")
+        if not any(stage.shares.values()):
+            raise UserError(f"{key}.shares gives no source a share; at least one must be greater than 0")
+        if stage.tokens is None and stage is not data.stages[-1]:
+            raise UserError(f"{key}.tokens is not set; only the last stage may leave it out")
+        if stage.tokens is not None and stage.tokens <= 0:
+            raise UserError(f"{key}.tokens is {stage.tokens}; it must be greater than 0")
+    if data.stages and data.stages[-1].tokens is not None:
+        found = sum(stage.tokens for stage in data.stages)
+        needed = training.total_tokens or training.num_steps * training.tokens_per_step
+        if found < needed:
+            raise UserError(
+                f"data.stages have {found:,} tokens together; the run has {needed:,}, and the last stage may leave out "
+                "its tokens to last to the end"
+            )
 
 
 def _check_learning_rate(schedule: LRScheduler, training: Training) -> None:

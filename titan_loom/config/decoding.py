@@ -27,9 +27,9 @@ class Text(str):
 def decode(cls: type[T], table: dict[str, Any], prefix: str = "") -> T:
     """A `cls` with the fields that `table` sets and the defaults of the others.
 
-    Supports bool, int, float, str, Literal, `X | None`, list and tuple of those, nested dataclasses,
-    `dict[str, dataclass]` and `dict[str, Any]`. An integer is a float too, a bool is no integer, and `"none"` is the
-    None that TOML lacks (for a string only on the command line, where it cannot be quoted).
+    Supports bool, int, float, str, Literal, `X | None`, list and tuple of those, nested dataclasses, `list[dataclass]`
+    (from TOML), `dict[str, dataclass]` and `dict[str, Any]`. An integer is a float too, a bool is no integer, and
+    `"none"` is the None that TOML lacks (for a string only on the command line, where it cannot be quoted).
 
     Args:
         prefix: the key of `table` itself, for the messages.
@@ -46,7 +46,8 @@ def override(instance: T, table: dict[str, Any], prefix: str = "") -> T:
 
 
 def keys(cls: type, prefix: str = "") -> list[str]:
-    """Every full key of `cls` and of the dataclasses in it; `<name>` stands for a name that the user chooses."""
+    """Every full key of `cls` and of the dataclasses in it; `<name>` stands for a name that the user chooses, 0 for any
+    entry of a list."""
     found = []
     for name, kind in _kinds(cls).items():
         key = _join(prefix, name)
@@ -55,6 +56,8 @@ def keys(cls: type, prefix: str = "") -> list[str]:
             found += keys(kind, key)
         elif is_dataclass(inner):
             found += keys(inner, f"{key}.<name>")
+        elif is_dataclass(_entry_of(kind)):
+            found += keys(_entry_of(kind), f"{key}.0")
         else:
             found.append(key)
     return found
@@ -97,6 +100,8 @@ def _read(kind: Any, value: Any, key: str, current: Any, scopes: Scopes) -> Any:
             name = _find(word, merged) or (word.replace("-", "_") if isinstance(word, Text) else word)
             merged[name] = _read(get_args(kind)[1], item, f"{key}.{name}", merged.get(name, MISSING), scopes)
         return merged
+    if is_dataclass(entry := _entry_of(kind)) and isinstance(value, list):
+        return [_read(entry, item, f"{key}.{i}", MISSING, scopes) for i, item in enumerate(value)]
     try:
         return _convert(kind, value)
     except (ValueError, OverflowError):
@@ -120,6 +125,8 @@ def _convert(kind: Any, value: Any) -> Any:
         return origin(_convert(options[0], item) for item in value)
     if origin is Literal:
         return options[options.index(value)]
+    if is_dataclass(kind):
+        raise ValueError  # no word spells a table
     if isinstance(value, Text):
         return bool(("false", "true").index(value.lower())) if kind is bool else kind(value)
     if kind is float and type(value) is int:
@@ -186,9 +193,16 @@ def _describe(kind: Any) -> str:
         return " or ".join(_describe(option) if option is not NoneType else "none" for option in options)
     if origin in (list, tuple):
         return f"a list, each entry {_describe(options[0])}"
+    if is_dataclass(kind):
+        return f"a table of {', '.join(keys(kind))}"
     if origin is Literal:
         return "one of " + ", ".join(json.dumps(option) for option in options)
     return NAMES[kind]
+
+
+def _entry_of(kind: Any) -> Any:
+    """The type of a list's entries; None for other types."""
+    return get_args(kind)[0] if get_origin(kind) is list else None
 
 
 def _default(field: Field) -> Any:

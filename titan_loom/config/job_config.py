@@ -45,13 +45,16 @@ class Model:
 class Source:
     path: str = ""
     """`embedded:code` or `embedded:prose` (made from the running Python's standard library), a local file or folder
-    (parquet, jsonl, text), or a dataset on the Hub as `owner/name`."""
+    (parquet, jsonl, text, a pack of `titan-loom pack`), or a dataset on the Hub as `owner/name`."""
 
     config: str | None = None
-    """Configuration (subset) of a Hub dataset."""
+    """Configuration (subset) of a Hub dataset, as its card names them. Default: the card's default, or all files."""
+
+    split: str = "train"
+    """Split of a Hub dataset."""
 
     revision: str | None = None
-    """Branch, tag or commit of a Hub dataset; resolved once, recorded in the checkpoint and reused."""
+    """Branch, tag or commit of a Hub dataset; resolved once, recorded in the checkpoint and reused. Default: `main`."""
 
     format: str = "text"
     """How a row becomes documents: `text` (column `text`), `repository` (`repo_path` and `files`, the layout of
@@ -62,6 +65,47 @@ class Source:
 
     encode_batch_size: int = 16
     """Documents per tokenizer call. Affects speed and memory only, never the tokens."""
+
+    languages: list[str] = field(default_factory=list)
+    """Keep documents in these languages only, in any case of letters (`Python, rust`). For files: the column
+    `language`, else the file's name; for text: the column `language`."""
+
+    min_chars: int = 0
+    """Drop documents with less content than this many characters."""
+
+    max_chars: int | None = None
+    """Drop documents with more content than this many characters."""
+
+    licenses: list[str] = field(default_factory=list)
+    """Keep documents under these licences only, in any case of letters (`MIT, Apache-2.0`). One without a licence is
+    dropped, and one with several unless all are in the list."""
+
+    license_column: str = "license"
+    """Column that holds the licence, a string or a list of strings; `files.license` is the field of each file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    tokens: int | None = None
+    """Length in supervised tokens. It ends before the first sequence (or step, as `data.mix_unit`) that begins at or
+    after them. Only the last may leave it out, which lasts to the end of the run."""
+
+    shares: dict[str, float] = field(default_factory=dict)
+    """Share of each source in place of its own; a source that is not named gives nothing. Each stage is mixed on its
+    own, exactly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    read_timeout_seconds: float = 60.0
+    """Seconds that one request to the Hub (for at most 4 MiB) may take before it is given up and made again."""
+
+    failures_per_hour: int = 60
+    """Failed requests that a process forgives each source within an hour, after which the run ends. Waiting times
+    double from 1 s to 60 s, so that an outage of about an hour is survived."""
+
+    report_seconds: float = 30.0
+    """A read that takes longer is named in the log, and again each time that so many seconds have passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +122,15 @@ class Data:
 
     mix_unit: Literal["sequence", "step"] = "sequence"
     """What the sources are mixed in: one `sequence` (every batch holds every source in its share) or one `step`."""
+
+    holdout_percent: float = 0.0
+    """Percentage of the documents that are never trained on, chosen by a hash of each document's key: the same ones
+    whether a source is streamed or packed, whatever the seed."""
+
+    stages: list[Stage] = field(default_factory=list)
+    """`[[data.stages]]`: shares that change during the run, in order. Empty: the sources' own shares all along."""
+
+    streaming: Streaming = field(default_factory=Streaming)
 
     sources: dict[str, Source] = field(default_factory=dict)
     """`[data.sources.<name>]`: where documents come from. Order matters: it breaks ties of the mixing."""

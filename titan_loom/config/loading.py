@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_loom.config.decoding import Text, decode, override
-from titan_loom.config.job_config import JobConfig, Source
+from titan_loom.config.job_config import JobConfig, Source, Stage
 from titan_loom.errors import UserError
 
 __all__ = ["decode", "load_config", "override", "print_help", "to_toml"]
@@ -73,6 +73,7 @@ def print_help(config: JobConfig | None = None) -> None:
     # An empty table would have no line of its own.
     model = config.model if config.model.args else replace(config.model, args={"<field>": "..."})
     data = config.data if config.data.sources else replace(config.data, sources={"<name>": Source()})
+    data = replace(data, stages=data.stages or [Stage()])
     with contextlib.suppress(SystemExit):  # tyro's parser leaves after its help
         tyro.cli(
             tyro.conf.FlagConversionOff[JobConfig],

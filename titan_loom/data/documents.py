@@ -7,11 +7,12 @@ A format of your own takes a few lines:
         yield f"{row['question']}\\n\\n{row['answer']}"
 
 Only the declared columns are read. A format is a pure function of its row: the position in the stream counts documents.
+A format may yield a `Document` instead of a text, to say more than its text about it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_loom.data.languages import language_of
 from titan_loom.errors import UserError
@@ -22,6 +23,24 @@ MAX_CONTENT_CHARS = 200_000
 Row = dict[str, Any]
 
 
+class Document(NamedTuple):
+    """A document's text, and what filters and the holdout look at."""
+
+    text: str
+
+    key: str
+    """What the holdout hashes. `repository`: the repository, so that none is held out in part; `file`: repository and
+    path; other formats: the text, unless they say otherwise."""
+
+    num_chars: int
+    """Length of the content, without a header, and whole when `text` is a piece of it."""
+
+    language: str | None
+
+    fields: Row
+    """The struct that the document was made from: the row, or the file in it."""
+
+
 @dataclass(frozen=True)
 class Format:
     """`columns` must be there, `optional` ones are read if they are. `files.content` is the field `content` of the
@@ -30,12 +49,15 @@ class Format:
     name: str
     columns: tuple[str, ...]
     optional: tuple[str, ...]
-    documents: Callable[[Row], Iterable[str]]
+    documents: Callable[[Row], Iterable[str | Document]]
 
-    def read(self, row: Row, source: str) -> Iterator[str]:
+    def read(self, row: Row, source: str) -> Iterator[Document]:
         """The documents of `row`. Raises UserError, which names `source`, when the row lacks a column."""
         try:
-            yield from self.documents(row)
+            for document in self.documents(row):
+                if isinstance(document, str):
+                    document = Document(document, document, len(document), row.get("language"), row)
+                yield document
         except KeyError as error:
             raise UserError(f"{source}: a row lacks the column {error}, which format {self.name!r} needs") from error
 
@@ -47,7 +69,7 @@ def register_format(name: str, *, columns: tuple[str, ...], optional: tuple[str,
     """Decorator that makes a function from a row to document texts available as `data.sources.<source>.format =
     name`."""
 
-    def register(documents: Callable[[Row], Iterable[str]]):
+    def register(documents: Callable[[Row], Iterable[str | Document]]):
         FORMATS[name] = Format(name, columns, optional, documents)
         return documents
 
@@ -73,7 +95,7 @@ _REPOSITORY_COLUMNS = ("repo_path", "files.file_path", "files.content")
 
 
 @register_format("repository", columns=_REPOSITORY_COLUMNS, optional=("files.language", "files.is_vendor"))
-def repository_documents(row: Row) -> Iterator[str]:
+def repository_documents(row: Row) -> Iterator[Document]:
     """A repository's files, in order. Vendored and blank files are skipped.
 
     `files` is a list of structs or, as some readers give it, a struct of lists.
@@ -83,23 +105,24 @@ def repository_documents(row: Row) -> Iterator[str]:
         files = [dict(zip(files, values, strict=True)) for values in zip(*files.values(), strict=True)]
     for file in files:
         if not file.get("is_vendor"):
-            yield from _file_documents(row["repo_path"], file)
+            yield from _file_documents(row["repo_path"], file, key=row["repo_path"])
 
 
 @register_format("file", columns=("file_path", "content"), optional=("repo_path", "language"))
-def file_documents(row: Row) -> Iterator[str]:
+def file_documents(row: Row) -> Iterator[Document]:
     """One file a row."""
-    return _file_documents(row.get("repo_path"), row)
+    return _file_documents(row.get("repo_path"), row, key=f"{row.get('repo_path') or ''}/{row['file_path'] or ''}")
 
 
-def _file_documents(repository: str | None, file: Row) -> Iterator[str]:
+def _file_documents(repository: str | None, file: Row, key: str | None) -> Iterator[Document]:
     path, content = file["file_path"], file["content"]
     if _is_blank(content):
         return
-    language = file.get("language") or language_of(path or "") or "unknown"
-    header = f"repository: {repository or 'unknown'}\nfile: {path or 'unknown'}\nlanguage: {language}\n"
+    language = file.get("language") or language_of(path or "")
+    header = f"repository: {repository or 'unknown'}\nfile: {path or 'unknown'}\nlanguage: {language or 'unknown'}\n"
     for start in range(0, len(content), MAX_CONTENT_CHARS):
-        yield header + content[start : start + MAX_CONTENT_CHARS]
+        text = header + content[start : start + MAX_CONTENT_CHARS]
+        yield Document(text, key or text, len(content), language, file)
 
 
 def _is_blank(text: str | None) -> bool:

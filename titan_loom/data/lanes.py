@@ -13,13 +13,16 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from titan_loom.data.documents import Format
+from titan_loom.data.filters import Filter
 from titan_loom.data.mixing import Mixer
+from titan_loom.data.packs import Pack, PackStream
 from titan_loom.data.readers import Shard
-from titan_loom.data.rows import RowStream
+from titan_loom.data.retry import Access
+from titan_loom.data.rows import RowState, RowStream
 from titan_loom.data.sequences import SequenceState, SequenceStream
 from titan_loom.data.tokenizer import PAD_ID, Tokenizer
-from titan_loom.data.tokens import TokenStream
-from titan_loom.errors import UserError
+from titan_loom.data.tokens import NO_COUNTS, Counts, TokenStream
+from titan_loom.errors import ReadError, UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,12 @@ class LaneSource:
     name: str
     shards: tuple[Shard, ...]
     form: Format
+    columns: tuple[str, ...]
+    keep: Filter
     encode_batch_size: int
+    access: Access
+    pack: Pack | None = None
+    """Documents that are tokenised already; the fields about rows are then not used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +71,12 @@ class LaneStep(NamedTuple):
     state: str
     """The lane after this step, as JSON."""
 
+    filtered: np.ndarray
+    """(num_sources, num_reasons) int64: documents that the lane has dropped since the start of the run."""
+
+    read_seconds: np.ndarray
+    """(num_sources,) float64: time that reading rows took in this step."""
+
 
 class Lane:
     """Lane `index` of the run, from `step` (or from a state of its own) on."""
@@ -70,10 +84,13 @@ class Lane:
     def __init__(self, plan: LanePlan, index: int, step: int = 0, state: str | None = None):
         self._plan = plan
         self._index = index
-        saved = json.loads(state) if state else {"step": step, "sources": {}}
+        saved = json.loads(state) if state else {"step": step, "sources": {}, "filtered": {}}
         self._step: int = saved["step"]
         self._streams = [
-            _open_stream(plan, source, index, saved["sources"].get(source.name)) for source in plan.sources
+            open_stream(
+                plan, source, index, saved["sources"].get(source.name), saved["filtered"].get(source.name, NO_COUNTS)
+            )
+            for source in plan.sources
         ]
 
     def next_step(self) -> LaneStep:
@@ -81,22 +98,60 @@ class Lane:
         first = self._index * plan.rows_per_lane
         picks = plan.mixer.positions(self._step)[first : first + plan.rows_per_lane]
         tokens = np.full((plan.rows_per_lane, plan.seq_len + 1), PAD_ID, dtype=np.int32)
+        read_before = self._read_seconds()
         for row, (source, num_tokens) in enumerate(picks):
             if num_tokens:
                 tokens[row, : num_tokens + 1] = self._streams[source].read(num_tokens)
         self._step += 1
         sources, counts = np.array(picks, dtype=np.int64).T
-        return LaneStep(self._index, tokens, counts, sources, self.state())
+        filtered = np.array([stream.filtered for stream in self._streams], dtype=np.int64)
+        read_seconds = self._read_seconds() - read_before
+        return LaneStep(self._index, tokens, counts, sources, self.state(), filtered, read_seconds)
+
+    def _read_seconds(self) -> np.ndarray:
+        return np.array([source.access.seconds for source in self._plan.sources])
 
     def state(self) -> str:
         # Text, because plain objects that change in place are passed on wrongly between worker and trainer.
-        streams = zip(self._plan.sources, self._streams, strict=True)
-        return json.dumps({"step": self._step, "sources": {source.name: stream.state() for source, stream in streams}})
+        streams = {source.name: stream for source, stream in zip(self._plan.sources, self._streams, strict=True)}
+        positions = {name: stream.state() for name, stream in streams.items()}
+        filtered = {name: stream.filtered for name, stream in streams.items()}
+        return json.dumps({"step": self._step, "sources": positions, "filtered": filtered})
 
 
-def _open_stream(plan: LanePlan, source: LaneSource, lane: int, state: SequenceState | None) -> SequenceStream:
+def open_stream(
+    plan: LanePlan, source: LaneSource, lane: int, state: SequenceState | None = None, filtered: Counts = NO_COUNTS
+) -> SequenceStream:
+    """The sequences of one source in one lane, from its start or from a state on."""
     row_state, document, token = state or (None, 0, 0)
-    rows = RowStream(
+    if source.pack is not None:
+        documents = PackStream(
+            source.pack,
+            source.keep.holdout,
+            seed=plan.seed,
+            source_name=source.name,
+            lane=lane,
+            lanes=plan.lanes,
+            state=row_state,
+        )
+        return SequenceStream(documents, (documents.state(), document, token))
+    rows = open_row_stream(plan, source, lane, row_state)
+    documents = TokenStream(
+        rows,
+        source.form,
+        plan.tokenizer,
+        encode_batch_size=source.encode_batch_size,
+        source_name=source.name,
+        keep=source.keep,
+        first_document=document,
+        filtered=filtered,
+    )
+    return SequenceStream(documents, (rows.state(), document, token), filtered)
+
+
+def open_row_stream(plan: LanePlan, source: LaneSource, lane: int, state: RowState | None = None) -> RowStream:
+    """The rows of one source in one lane."""
+    return RowStream(
         source.shards,
         seed=plan.seed,
         source_name=source.name,
@@ -104,25 +159,18 @@ def _open_stream(plan: LanePlan, source: LaneSource, lane: int, state: SequenceS
         lanes=plan.lanes,
         window=plan.window,
         open_parts=plan.open_parts,
-        columns=source.form.columns + source.form.optional,
-        state=row_state,
+        columns=source.columns,
+        access=source.access,
+        state=state,
     )
-    documents = TokenStream(
-        rows,
-        source.form,
-        plan.tokenizer,
-        encode_batch_size=source.encode_batch_size,
-        source_name=source.name,
-        first_document=document,
-    )
-    return SequenceStream(documents, (rows.state(), document, token))
 
 
 class LaneDataset(IterableDataset):
     """Endless: lane after lane, step after step. In worker w of n, every n-th lane from w on, so that a loader which
     asks its workers in turn sees the lanes in order (their number must divide by n).
 
-    Yields LaneStep, or the UserError that stopped a lane: raised in a worker it would arrive as a traceback.
+    Yields LaneStep, or the UserError or ReadError that stopped a lane: raised in a worker it would arrive as a
+    traceback.
     """
 
     def __init__(self, plan: LanePlan, lanes: range, step: int, states: dict[int, str]):
@@ -132,7 +180,7 @@ class LaneDataset(IterableDataset):
         self._start_step = step
         self._states = states
 
-    def __iter__(self) -> Iterator[LaneStep | UserError]:
+    def __iter__(self) -> Iterator[LaneStep | UserError | ReadError]:
         worker = get_worker_info()
         mine = self._lanes if worker is None else self._lanes[worker.id :: worker.num_workers]
         try:
@@ -140,5 +188,5 @@ class LaneDataset(IterableDataset):
             while True:
                 for lane in lanes:
                     yield lane.next_step()
-        except UserError as error:
+        except (UserError, ReadError) as error:
             yield error

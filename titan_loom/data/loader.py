@@ -6,10 +6,15 @@ not used.
 """
 
 import hashlib
+import multiprocessing
 import os
+import signal
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -18,11 +23,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_loom.config.job_config import Data, Dataloader, Training
 from titan_loom.data.documents import get_format
+from titan_loom.data.filters import build_filter
+from titan_loom.data.holdout import Holdout
 from titan_loom.data.lanes import LaneDataset, LanePlan, LaneSource, LaneStep
 from titan_loom.data.mixing import Mixer
-from titan_loom.data.sources import list_parts
+from titan_loom.data.packs import check_pack, open_pack
+from titan_loom.data.retry import Access
+from titan_loom.data.sources import Parts, list_sources, source_columns
 from titan_loom.data.tokenizer import PAD_ID, Tokenizer
-from titan_loom.errors import UserError
+from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
 
 IGNORED_LABEL = -100
@@ -44,6 +53,13 @@ class Batch:
     lane_states: dict[int, str]
     """State of each of the rank's lanes after this batch."""
 
+    filtered: np.ndarray
+    """(num_sources, num_reasons) int64: documents that the rank's lanes have dropped since the start of the run, for
+    each of `filters.REASONS`."""
+
+    read_seconds: dict[str, float]
+    """Time that the rank's lanes spent reading each source for this batch, added up over lanes and workers."""
+
 
 class LaneLoader:
     """Endless iterator over the batches of data-parallel rank `dp_rank` of `dp_degree`, which owns a contiguous run
@@ -52,6 +68,8 @@ class LaneLoader:
     Args:
         steps, total_tokens: length of the run; with `total_tokens` its last step is cut to meet them.
         start_step: steps already taken; each of the rank's lanes must then have a state in `lane_states`.
+        holdout: read the documents that are held out in place of the others.
+        listing: what `list_sources` found, if it was called before: ranks share one.
 
     Raises UserError for sources that cannot be read and for a lane without a state.
     """
@@ -71,6 +89,8 @@ class LaneLoader:
         dp_degree: int,
         start_step: int = 0,
         lane_states: dict[int, str] | None = None,
+        holdout: bool = False,
+        listing: dict[str, Parts] | None = None,
     ):
         self.source_names = list(data.sources)
         lanes_per_rank = data.lanes // dp_degree
@@ -78,27 +98,23 @@ class LaneLoader:
         states = {lane: state for lane, state in (lane_states or {}).items() if lane in self._lanes}
         if start_step:
             _check_states(states, self._lanes, data.lanes, start_step)
-        mixer = Mixer(
-            [source.share for source in data.sources.values()],
+        plan = build_plan(
+            data,
+            tokenizer,
+            seed=seed,
             seq_len=seq_len,
             global_batch_size=global_batch_size,
-            total_tokens=total_tokens,
             steps=steps,
-            unit=data.mix_unit,
-        )
-        plan = LanePlan(
-            sources=_lane_sources(data),
-            mixer=mixer,
-            tokenizer=tokenizer,
-            seed=seed,
-            lanes=data.lanes,
-            window=data.window,
-            open_parts=data.open_parts,
-            rows_per_lane=global_batch_size // data.lanes,
-            seq_len=seq_len,
+            total_tokens=total_tokens,
+            holdout=holdout,
+            listing=listing,
         )
         self._pin_memory = dataloader.pin_memory and torch.cuda.is_available()
-        self._items = _iterate(LaneDataset(plan, self._lanes, start_step, states), dataloader, len(self._lanes))
+        dataset = LaneDataset(plan, self._lanes, start_step, states)
+        # Workers read one end until the other is closed, be it by `close` or by the death of this process.
+        worker_end, self._lifeline = multiprocessing.Pipe(duplex=False)
+        start_worker = partial(_start_worker, worker_end, self._lifeline)
+        self._items = _iterate(dataset, dataloader, len(self._lanes), start_worker)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -113,20 +129,50 @@ class LaneLoader:
         sources = torch.from_numpy(np.concatenate([item.sources for item in items]))
         if self._pin_memory:
             inputs, labels, sources = inputs.pin_memory(), labels.pin_memory(), sources.pin_memory()
-        return Batch(inputs, labels, sources, {item.lane: item.state for item in items})
+        filtered = np.sum([item.filtered for item in items], axis=0)
+        read_seconds = np.sum([item.read_seconds for item in items], axis=0).tolist()
+        return Batch(
+            inputs,
+            labels,
+            sources,
+            {item.lane: item.state for item in items},
+            filtered,
+            dict(zip(self.source_names, read_seconds, strict=True)),
+        )
 
     def close(self) -> None:
-        """Stops the workers. The loader gives no more batches."""
+        """Stops the workers, whatever they are doing. The loader gives no more batches."""
+        self._lifeline.close()
         self._items = iter(())
 
     def _next_item(self, lane: int) -> LaneStep:
         item = next(self._items, None)
-        if isinstance(item, UserError):
+        if isinstance(item, UserError | ReadError):
             raise item
         # After a worker has died the loader may end, or go on with the items of the others: never carry on from that.
         if item is None or item.lane != lane:
             raise RuntimeError(f"a data worker stopped: the next item should be of lane {lane}")
         return item
+
+
+class Fetch(threading.Thread):
+    """`next(loader)` in a thread, so that a rank whose data is late can still be asked how it is doing.
+
+    When it is no longer alive, one of `batch` and `error` is set.
+    """
+
+    def __init__(self, loader: LaneLoader):
+        super().__init__(daemon=True)
+        self._loader = loader
+        self.batch: Batch | None = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.batch = next(self._loader)
+        except Exception as error:
+            self.error = error
 
 
 def _check_states(states: dict[int, str], lanes: range, num_lanes: int, start_step: int) -> None:
@@ -138,22 +184,78 @@ def _check_states(states: dict[int, str], lanes: range, num_lanes: int, start_st
             )
 
 
-def _lane_sources(data: Data) -> tuple[LaneSource, ...]:
+def build_plan(
+    data: Data,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    seq_len: int,
+    global_batch_size: int,
+    steps: int,
+    total_tokens: int | None,
+    holdout: bool = False,
+    listing: dict[str, Parts] | None = None,
+) -> LanePlan:
+    """What the lanes of a run have in common; the arguments are those of `LaneLoader`."""
+    mixer = Mixer(
+        _stages(data),
+        seq_len=seq_len,
+        global_batch_size=global_batch_size,
+        total_tokens=total_tokens,
+        steps=steps,
+        unit=data.mix_unit,
+    )
+    return LanePlan(
+        sources=_lane_sources(data, Holdout(data.holdout_percent, holdout), listing or list_sources(data)),
+        mixer=mixer,
+        tokenizer=tokenizer,
+        seed=seed,
+        lanes=data.lanes,
+        window=data.window,
+        open_parts=data.open_parts,
+        rows_per_lane=global_batch_size // data.lanes,
+        seq_len=seq_len,
+    )
+
+
+def _stages(data: Data) -> list[tuple[int | None, list[float]]]:
+    """Length and shares of each stage; without a curriculum the whole run is one."""
+    if not data.stages:
+        return [(None, [source.share for source in data.sources.values()])]
+    return [(stage.tokens, [stage.shares.get(name, 0.0) for name in data.sources]) for stage in data.stages]
+
+
+def _lane_sources(data: Data, holdout: Holdout, listing: dict[str, Parts]) -> tuple[LaneSource, ...]:
     sources = []
     for name, source in data.sources.items():
-        parts = list_parts(name, source)
-        shards = parts.shards(data.lanes)
+        parts = listing[name]
+        is_pack = parts.kind == "pack"
+        pack = open_pack(f"data.sources.{name}.path", source.path) if is_pack else None
+        shards = () if is_pack else parts.shards(data.lanes)
         ignored = f", {parts.num_ignored:,} other files ignored" if parts.num_ignored else ""
-        logger.info(
-            f"Data source {name}: {source.path} ({parts.kind}), {len(parts.parts):,} parts in {len(shards):,} shards "
-            f"for {data.lanes} lanes{ignored}"
+        if pack is not None:
+            found = f"{pack.num_documents:,} documents, {pack.num_tokens:,} tokens"
+        else:
+            found = f"{len(parts.parts):,} parts in {len(shards):,} shards for {data.lanes} lanes{ignored}"
+        logger.info(f"Data source {name}: {source.path} ({parts.kind}), {found}")
+        sources.append(
+            LaneSource(
+                name=name,
+                shards=shards,
+                form=get_format(name, source.format),
+                columns=source_columns(name, source),
+                keep=build_filter(source, holdout),
+                encode_batch_size=source.encode_batch_size,
+                access=Access(name, data.streaming),
+                pack=pack,
+            )
         )
-        form = get_format(name, source.format)
-        sources.append(LaneSource(name=name, shards=shards, form=form, encode_batch_size=source.encode_batch_size))
     return tuple(sources)
 
 
-def _iterate(dataset: LaneDataset, dataloader: Dataloader, num_lanes: int) -> Iterator[LaneStep | UserError]:
+def _iterate(
+    dataset: LaneDataset, dataloader: Dataloader, num_lanes: int, start_worker: Callable[[int], None]
+) -> Iterator[LaneStep | UserError | ReadError]:
     num_workers = min(dataloader.num_workers, num_lanes)
     while num_workers and num_lanes % num_workers:
         num_workers -= 1
@@ -165,7 +267,7 @@ def _iterate(dataset: LaneDataset, dataloader: Dataloader, num_lanes: int) -> It
     workers: dict[str, Any] = {}
     if num_workers:
         steps_ahead = dataloader.prefetch_factor * (num_lanes // num_workers)
-        workers = {"prefetch_factor": steps_ahead, "worker_init_fn": _start_worker, "in_order": True}
+        workers = {"prefetch_factor": steps_ahead, "worker_init_fn": start_worker, "in_order": True}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls it itself.
         loader = StatefulDataLoader(
@@ -183,12 +285,20 @@ def _identity(item: Any) -> Any:
     return item
 
 
-def _start_worker(worker: int) -> None:
+def _start_worker(worker_end: Connection, trainer_end: Connection, worker: int) -> None:
+    trainer_end.close()  # a fork's copy would keep it open
+    threading.Thread(target=_leave_with_the_trainer, args=(worker_end,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
-    # A launcher or a terminal signals the whole process group, but the trainer still needs its workers while it saves.
-    # As a group of its own a worker gets signals from its trainer only, which may still terminate it.
-    os.setpgid(0, 0)
+    # A scheduler signals every process of the job: the trainer still needs its workers while it saves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _leave_with_the_trainer(lifeline: Connection) -> None:
+    """The loader's own ways to stop a worker wait for what it is doing, and a read may wait for the network."""
+    lifeline.poll(None)  # nothing is ever sent
+    os._exit(0)
 
 
 def batch_digests(batch: Batch) -> list[bytes]:
@@ -202,13 +312,17 @@ def combine_digests(digests: Sequence[bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def data_fingerprint(data: Data, training: Training, seed: int, tokenizer: Tokenizer) -> dict[str, int | str | float]:
+def data_fingerprint(
+    data: Data, training: Training, seed: int, tokenizer: Tokenizer, listing: dict[str, Parts] | None = None
+) -> dict[str, int | str | float | None]:
     """What the order of the data depends on: configuration keys (as `section.key`) with their values, and digests of
     the tokenizer and of each source's parts. Kept in checkpoints, so that a resume can say which of them was changed.
 
-    Raises UserError as `list_parts` does. The length of the run is left out: a run may be extended.
+    Raises UserError as `list_parts` does, and for a pack of another tokenizer. The length of the run is left out: a run
+    may be extended.
     """
-    fingerprint: dict[str, int | str | float] = {
+    listing = listing or list_sources(data)
+    fingerprint: dict[str, int | str | float | None] = {
         "debug.seed": seed,
         "training.global_batch_size": training.global_batch_size,
         "training.seq_len": training.seq_len,
@@ -216,16 +330,39 @@ def data_fingerprint(data: Data, training: Training, seed: int, tokenizer: Token
         "data.window": data.window,
         "data.open_parts": data.open_parts,
         "data.mix_unit": data.mix_unit,
+        "data.holdout_percent": data.holdout_percent,
+        "data.stages": _describe_stages(data),
         "data.sources": ", ".join(data.sources),
         "tokenizer": tokenizer.sha256,
     }
     for name, source in data.sources.items():
         key = f"data.sources.{name}"
+        parts, keep = listing[name], build_filter(source, Holdout())
+        if parts.kind == "pack":
+            check_pack(f"{key}.path", open_pack(f"{key}.path", source.path), tokenizer)
         fingerprint |= {
             f"{key}.path": source.path,
             f"{key}.config": source.config or "",
+            f"{key}.split": source.split,
+            f"{key}.revision": source.revision or "main",
+            f"{key}.commit": parts.commit,
             f"{key}.format": source.format,
             f"{key}.share": source.share,
-            f"{key}.parts": list_parts(name, source).digest(),
+            f"{key}.languages": ", ".join(sorted(keep.languages)),
+            f"{key}.min_chars": keep.min_chars,
+            f"{key}.max_chars": keep.max_chars,
+            f"{key}.licenses": ", ".join(sorted(keep.licenses)),
+            f"{key}.license_column": source.license_column,
+            f"{key}.parts": parts.digest(),
         }
     return fingerprint
+
+
+def _describe_stages(data: Data) -> str:
+    """The curriculum in a line, without the length of its last stage, which is the run's."""
+    stages = [
+        f"{'' if stage is data.stages[-1] else stage.tokens} "
+        + ", ".join(f"{name} {stage.shares[name]}" for name in data.sources if stage.shares.get(name))
+        for stage in data.stages
+    ]
+    return "; ".join(stages)

@@ -1,11 +1,13 @@
 """Rows of a part, from any row on, without state.
 
-A part is what is opened at once: a parquet or jsonl file, a run of text files, an embedded corpus. Parquet is read by
-`ParquetFile.iter_batches` in small batches through a 1 MiB buffer, which keeps one open part under about 100 MiB
-whatever the size of its row groups (`datasets` streaming takes 1.1 GB for a row group of 300 MB).
+A part is what is opened at once: a parquet or jsonl file, here or on the Hub, a run of text files, an embedded corpus.
+Parquet is read by `ParquetFile.iter_batches` in small batches through a 1 MiB buffer, which keeps one open part under
+about 100 MiB whatever the size of its row groups (`datasets` streaming takes 1.1 GB for a row group of 300 MB).
 """
 
+import io
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -14,15 +16,25 @@ from typing import Any, BinaryIO
 
 import fsspec
 import pyarrow.parquet as pq
+from fsspec.compression import compr
+from fsspec.utils import infer_compression
+from pyarrow.lib import ArrowException
 
+from titan_loom.config.job_config import Streaming
 from titan_loom.data import embedded
 from titan_loom.data.languages import language_of
+from titan_loom.data.retry import Access, Transient
 from titan_loom.data.text_files import read_text
+from titan_loom.errors import ReadError
 
 Row = dict[str, Any]
 
 ROWS_PER_BATCH = 16
 BUFFER_BYTES = 1 << 20
+FOOTERS_IN_MEMORY = 64
+
+DAMAGED = (ArrowException, OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, zlib.error)
+"""What reading a damaged file raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +46,17 @@ class Part:
     """Name within the source, for messages and fingerprints."""
 
     path: str
-    """The file; for `text` the folder that the files are in."""
+    """The file, `hf://datasets/owner/name@commit/file` if it is on the Hub; for `text` the folder of the files."""
 
     size: int
     """Bytes."""
 
     entries: tuple[str, ...] = ()
     """`text` and `embedded`: the names of the rows."""
+
+    @property
+    def is_remote(self) -> bool:
+        return self.path.startswith("hf://")
 
 
 @dataclass(frozen=True)
@@ -52,39 +68,105 @@ class Shard:
     stop: int | None = None
 
 
-def open_rows(shard: Shard, start_row: int, columns: tuple[str, ...]) -> Iterator[Row]:
+def open_rows(shard: Shard, start_row: int, columns: tuple[str, ...], access: Access | None = None) -> Iterator[Row]:
     """The rows of `shard` from its row `start_row` on.
 
     `columns` are the columns to read, `files.content` being a field of the structs in `files`. Columns that the part
-    lacks are left out; parts whose rows are whole files or embedded give all that they have.
+    lacks are left out; parts whose rows are whole files or embedded give all that they have. `access` is the source's,
+    by default one of this part's own.
+
+    Raises ReadError, which names the row, when the part can be read no further.
     """
-    start = shard.start + start_row
-    return _READERS[shard.part.kind].rows(shard.part, start, shard.stop, columns)
+    part, row = shard.part, shard.start + start_row
+    access = access or _default_access(part)
+    try:
+        for item in _READERS[part.kind].rows(part, row, shard.stop, columns, access):
+            yield item
+            row += 1
+    except ReadError as error:
+        raise ReadError(error.source, error.part, error.reason, row) from error
+    except DAMAGED as error:
+        raise ReadError(access.name, part.name, _first_line(error), row) from error
 
 
-def count_rows(part: Part) -> int:
+def count_rows(part: Part, access: Access | None = None) -> int:
     """Rows of a part: from the footer for parquet, by reading it once for jsonl."""
-    return _READERS[part.kind].count(part)
+    return _READERS[part.kind].count(part, access or _default_access(part))
 
 
-def column_names(part: Part) -> set[str]:
+def column_names(part: Part, access: Access | None = None) -> set[str]:
     """Columns of a part, with fields of structs as `files.content`; empty when the part has no rows to tell from."""
-    return _READERS[part.kind].columns(part)
+    return _READERS[part.kind].columns(part, access or _default_access(part))
 
 
-def open_file(path: str) -> BinaryIO:
-    return open(path, "rb", buffering=0)
+def _default_access(part: Part) -> Access:
+    return Access(part.name, Streaming())
 
 
-def _parquet_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...]) -> Iterator[Row]:
-    with open_file(part.path) as file:
-        parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER_BYTES)
+def open_file(part: Part, access: Access) -> BinaryIO:
+    """The bytes of a part."""
+    if part.is_remote:
+        from titan_loom.data.hub import HubFile  # which loads huggingface_hub
+
+        return HubFile(part.name, part.path, part.size, access)
+    return open(part.path, "rb", buffering=0)
+
+
+def _parquet_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...], access: Access) -> Iterator[Row]:
+    row, tries = start, 0
+    while True:
+        try:
+            for item in _read_parquet(part, row, stop, columns, access):
+                yield item
+                row, tries = row + 1, 0
+            return
+        except DAMAGED as error:
+            tries += 1
+            _read_again(part, access, error, tries)
+
+
+def _read_again(part: Part, access: Access, error: Exception, tries: int) -> None:
+    """Let a remote part that gave nonsense be read again: with the right status and length, only decoding shows it."""
+    if not part.is_remote:
+        raise error
+    access.failed(part.name, Transient(f"damaged data ({_first_line(error)})", wrong=True), tries)
+
+
+def _read_parquet(part: Part, start: int, stop: int | None, columns: tuple[str, ...], access: Access) -> Iterator[Row]:
+    footer = _parquet_footer(part, access)
+    with open_file(part, access) as file:
+        parquet = pq.ParquetFile(file, metadata=footer, pre_buffer=False, buffer_size=BUFFER_BYTES)
         leaves = [path for path, name in _parquet_leaves(parquet) if name in columns or name.split(".")[0] in columns]
         groups, first_row = _row_groups(parquet, start, stop)
         to_skip, to_read = start - first_row, None if stop is None else stop - start
         # Threads and pre-buffering make an interpreter that exits in the middle of a file hang or abort.
         batches = parquet.iter_batches(ROWS_PER_BATCH, row_groups=groups, columns=leaves, use_threads=False)
         yield from islice(_rows_of_batches(batches, to_skip), to_read)
+
+
+_footers: dict[str, pq.FileMetaData] = {}
+
+
+def _parquet_footer(part: Part, access: Access) -> pq.FileMetaData | None:
+    """The footer of a remote part, fetched once in each process; None for local ones, which are read where needed."""
+    if not part.is_remote:
+        return None
+    tries = 0
+    while part.path not in _footers:
+        try:
+            with open_file(part, access) as file:
+                _footers[part.path] = pq.read_metadata(file)
+        except DAMAGED as error:
+            tries += 1
+            _read_again(part, access, error, tries)
+    footer = _footers[part.path]
+    if len(_footers) > FOOTERS_IN_MEMORY:
+        del _footers[next(iter(_footers))]
+    return footer
+
+
+def _open_parquet(part: Part, access: Access) -> pq.ParquetFile:
+    return pq.ParquetFile(open_file(part, access), metadata=_parquet_footer(part, access))
 
 
 def _rows_of_batches(batches: Iterator, to_skip: int) -> Iterator[Row]:
@@ -112,22 +194,27 @@ def _parquet_leaves(parquet: pq.ParquetFile) -> list[tuple[str, str]]:
     return [(path, f"{path.split('.')[0]}.{path.split('.')[-1]}" if "." in path else path) for path in paths]
 
 
-def _count_parquet(part: Part) -> int:
-    with open_file(part.path) as file:
-        return pq.ParquetFile(file).metadata.num_rows
+def _count_parquet(part: Part, access: Access) -> int:
+    with _open_parquet(part, access) as parquet:
+        return parquet.metadata.num_rows
 
 
-def _parquet_columns(part: Part) -> set[str]:
-    with open_file(part.path) as file:
-        names = {name for _, name in _parquet_leaves(pq.ParquetFile(file))}
+def _parquet_columns(part: Part, access: Access) -> set[str]:
+    with _open_parquet(part, access) as parquet:
+        names = {name for _, name in _parquet_leaves(parquet)}
     return names | {name.split(".")[0] for name in names}
 
 
-def _jsonl_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...]) -> Iterator[Row]:
+def _jsonl_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...], access: Access) -> Iterator[Row]:
+    wanted = {column.split(".")[0] for column in columns}
+    if part.is_remote:
+        for line in islice(_jsonl_lines(part, access), start, stop):
+            row = json.loads(line)
+            yield {name: row.get(name) for name in wanted}
+        return
     import datasets
 
     stream = datasets.load_dataset("json", data_files=part.path, split="train", streaming=True).skip(start)
-    wanted = {column.split(".")[0] for column in columns}
     # Not `iter(stream)`: in a DataLoader worker it deals the one file to worker 0 and gives the others nothing.
     batches = stream.iter(batch_size=ROWS_PER_BATCH)
     rows = (dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True))
@@ -135,25 +222,33 @@ def _jsonl_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ..
         yield {name: value for name, value in row.items() if name in wanted}
 
 
-def _count_jsonl(part: Part) -> int:
-    return sum(1 for _ in _jsonl_lines(part))
+def _count_jsonl(part: Part, access: Access) -> int:
+    return sum(1 for _ in _jsonl_lines(part, access))
 
 
-def _jsonl_columns(part: Part) -> set[str]:
+def _jsonl_columns(part: Part, access: Access) -> set[str]:
     names = set()
-    for line in islice(_jsonl_lines(part), 1):
+    for line in islice(_jsonl_lines(part, access), 1):
         for name, value in json.loads(line).items():
             first = value[0] if isinstance(value, list) and value else value
             names |= {name} | ({f"{name}.{field}" for field in first} if isinstance(first, dict) else set())
     return names
 
 
-def _jsonl_lines(part: Part) -> Iterator[bytes]:
-    with fsspec.open(part.path, "rb", compression="infer") as file:
+def _jsonl_lines(part: Part, access: Access) -> Iterator[bytes]:
+    # Not `datasets` for remote parts: it would list the repository in every process, and check nothing.
+    opened = fsspec.open(part.path, "rb", compression="infer") if not part.is_remote else _buffered(part, access)
+    with opened as file:
         yield from (line for line in file if line.strip())
 
 
-def _entry_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...]) -> Iterator[Row]:
+def _buffered(part: Part, access: Access) -> BinaryIO:
+    file = io.BufferedReader(open_file(part, access), BUFFER_BYTES)
+    compression = infer_compression(part.name)
+    return compr[compression](file, mode="rb") if compression else file
+
+
+def _entry_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...], access: Access) -> Iterator[Row]:
     read = _text_row if part.kind == "text" else _embedded_row
     return (read(part, entry) for entry in part.entries[start:stop])
 
@@ -175,7 +270,7 @@ def _embedded_row(part: Part, entry: str) -> Row:
     return embedded.row(part.name, entry)
 
 
-def _entry_columns(part: Part) -> set[str]:
+def _entry_columns(part: Part, access: Access) -> set[str]:
     if part.kind == "text":
         return {"repo_path", "file_path", "language", "content", "text"}
     if part.name == "embedded:prose":
@@ -185,12 +280,16 @@ def _entry_columns(part: Part) -> set[str]:
 
 @dataclass(frozen=True)
 class _Reader:
-    rows: Callable[[Part, int, int | None, tuple[str, ...]], Iterator[Row]]
-    count: Callable[[Part], int]
-    columns: Callable[[Part], set[str]]
+    rows: Callable[[Part, int, int | None, tuple[str, ...], Access], Iterator[Row]]
+    count: Callable[[Part, Access], int]
+    columns: Callable[[Part, Access], set[str]]
 
 
-_ENTRIES = _Reader(_entry_rows, lambda part: len(part.entries), _entry_columns)
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+_ENTRIES = _Reader(_entry_rows, lambda part, access: len(part.entries), _entry_columns)
 _READERS = {
     "parquet": _Reader(_parquet_rows, _count_parquet, _parquet_columns),
     "jsonl": _Reader(_jsonl_rows, _count_jsonl, _jsonl_columns),

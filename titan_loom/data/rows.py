@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+from titan_loom.config.job_config import Streaming
 from titan_loom.data.readers import Row, Shard, open_rows
+from titan_loom.data.retry import Access
 from titan_loom.errors import UserError
 from titan_loom.tools.random import permutation
 
@@ -27,7 +29,7 @@ class RowStream:
         lane, lanes: place i of an epoch's order of shards belongs to lane i mod `lanes`.
         window: rows that are shuffled together.
         open_parts: shards read in turn, one row each.
-        columns: what `open_rows` is asked for.
+        columns, access: what `open_rows` is asked for and by.
         state: where to go on; None is the start of epoch 0.
 
     Raises UserError when the source has no rows at all.
@@ -44,6 +46,7 @@ class RowStream:
         window: int,
         open_parts: int,
         columns: tuple[str, ...],
+        access: Access | None = None,
         state: RowState | None = None,
     ):
         self._shards = shards
@@ -54,6 +57,7 @@ class RowStream:
         self._window = window
         self._open_parts = open_parts
         self._columns = columns
+        self._access = access or Access(source_name, Streaming())
         self._empty_shards: set[int] = set()
         epoch, self._num_begun, self._turn, open_shards = state or (0, 0, 0, ())
         self._start_epoch(epoch)
@@ -101,10 +105,22 @@ class RowStream:
     def _open_shard(self, place: int, window: int, taken: int) -> "_OpenShard":
         index = self._order[place]
         purpose = (self._seed, "rows", self._source_name, self._epoch, index)
-        rows = open_rows(self._shards[index], window * self._window, self._columns)
+        rows = open_rows(self._shards[index], window * self._window, self._columns, self._access)
         return _OpenShard(
-            place, window, taken, rows, self._window, lambda window, length: permutation(length, *purpose, window)
+            place,
+            window,
+            taken,
+            self._watched(rows, self._shards[index].part.name),
+            self._window,
+            lambda window, length: permutation(length, *purpose, window),
         )
+
+    def _watched(self, rows: Iterator[Row], part: str) -> Iterator[list[Row]]:
+        """`rows` by windows, each read under the eyes of `access`."""
+        while True:
+            with self._access.watch(part):
+                window = list(islice(rows, self._window))
+            yield window
 
     def _close(self, shard: "_OpenShard") -> None:
         """Lets the next shard have the turn of one that has ended."""
@@ -125,14 +141,14 @@ class _OpenShard:
         place: int,
         window: int,
         taken: int,
-        rows: Iterator[Row],
+        windows: Iterator[list[Row]],
         window_size: int,
         order: Callable[[int, int], Any],
     ):
         self.place = place
         self.window = window
         self.taken = taken
-        self._rows = rows
+        self._windows = windows
         self._window_size = window_size
         self._order = order
         self._shuffled: list[Row | None] | None = None
@@ -140,7 +156,7 @@ class _OpenShard:
     def take(self) -> Row | None:
         """The next row; None at the end of the shard."""
         if self._shuffled is None:
-            rows = list(islice(self._rows, self._window_size))
+            rows = next(self._windows)
             self._shuffled = [rows[i] for i in self._order(self.window, len(rows))]
         if self.taken == len(self._shuffled):
             return None

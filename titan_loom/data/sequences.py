@@ -4,10 +4,12 @@ The state is the place of the next sequence's first token: its row, the document
 document. No left-over tokens are stored; a resume tokenises that one document again.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from titan_loom.data.rows import RowState
-from titan_loom.data.tokens import TokenStream
+from titan_loom.data.tokens import NO_COUNTS, Counts, TokenisedDocument
 
 SequenceState = tuple[RowState, int, int]
 """(state before the row, document in the row, token in the document)."""
@@ -19,12 +21,19 @@ class SequenceStream:
     Args:
         documents: the token stream, standing at the document that `state` names.
         state: place of the first token to read.
+        filtered: documents dropped before it.
     """
 
-    def __init__(self, documents: TokenStream, state: SequenceState):
+    def __init__(self, documents: Iterator[TokenisedDocument], state: SequenceState, filtered: Counts = NO_COUNTS):
         self._documents = documents
         self._row_state, self._document, self._offset = state
+        self._filtered = tuple(filtered)
         self._tokens: np.ndarray | None = None
+
+    @property
+    def filtered(self) -> Counts:
+        """Documents dropped before the place of `state`, since the start of the run."""
+        return self._filtered
 
     def state(self) -> SequenceState:
         """Place of the next `read`'s first token."""
@@ -39,12 +48,15 @@ class SequenceStream:
             needed -= len(piece)
             pieces.append(piece)
         self._offset -= 1
-        return np.concatenate(pieces)
+        return np.concatenate(pieces, dtype=np.int32)
 
     def _rest_of_document(self) -> np.ndarray:
         if self._tokens is None:
-            self._tokens, self._row_state, self._document = next(self._documents)
+            self._next_document()
         elif self._offset == len(self._tokens):
-            self._tokens, self._row_state, self._document = next(self._documents)
+            self._next_document()
             self._offset = 0
         return self._tokens[self._offset :]
+
+    def _next_document(self) -> None:
+        self._tokens, self._row_state, self._document, self._filtered = next(self._documents)

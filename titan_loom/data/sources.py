@@ -7,17 +7,20 @@ Everything that a user can get wrong about a source is found here, before any tr
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from pyarrow.lib import ArrowException
 
-from titan_loom.config.job_config import Source
+from titan_loom.config.job_config import Data, Source, Streaming
 from titan_loom.data import embedded
 from titan_loom.data.documents import Format, get_format
+from titan_loom.data.filters import filter_columns, has_filters
 from titan_loom.data.languages import language_of
+from titan_loom.data.packs import is_pack, open_pack
 from titan_loom.data.readers import Part, Shard, column_names, count_rows
+from titan_loom.data.retry import Access
 from titan_loom.data.text_files import list_files
 from titan_loom.errors import UserError
 
@@ -38,12 +41,23 @@ class Parts:
     num_ignored: int = 0
     """Files of the folder that are not read."""
 
+    commit: str = ""
+    """What the revision of a Hub dataset was resolved to."""
+
+    rows: tuple[int, ...] = ()
+    """Rows of each part, if `counted`."""
+
+    def counted(self, access: Access | None = None) -> "Parts":
+        """The same with its rows counted: at the cost of a footer for parquet, of reading everything for jsonl."""
+        return replace(self, rows=tuple(count_rows(part, access) for part in self.parts))
+
     def shards(self, lanes: int) -> tuple[Shard, ...]:
         """What the lanes share out: whole parts, or, when there are fewer parts than lanes, runs of rows, so that every
         lane has some."""
         if len(self.parts) >= lanes:
             return tuple(Shard(part) for part in self.parts)
-        return _split([(part, count_rows(part)) for part in self.parts], lanes)
+        rows = self.rows or self.counted().rows
+        return _split(list(zip(self.parts, rows, strict=True)), lanes)
 
     def digest(self) -> str:
         """SHA-256 over names and sizes of everything that is read."""
@@ -51,17 +65,53 @@ class Parts:
         return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
-def list_parts(name: str, source: Source) -> Parts:
-    """The parts of the source called `name`, its format and columns checked.
+def list_sources(data: Data, commits: dict[str, str] | None = None) -> dict[str, Parts]:
+    """The parts of every source by its name, counted where they will be split by rows: once for all lanes and ranks.
+
+    Args:
+        commits: of Hub datasets, by source, in place of what their revisions are now.
+
+    Raises as `list_parts` does.
+    """
+    found = {}
+    for name, source in data.sources.items():
+        access = Access(name, data.streaming)
+        parts = list_parts(name, source, access, (commits or {}).get(name))
+        is_split = parts.kind != "pack" and len(parts.parts) < data.lanes
+        found[name] = parts.counted(access) if is_split else parts
+    return found
+
+
+def list_parts(name: str, source: Source, access: Access | None = None, commit: str | None = None) -> Parts:
+    """The parts of the source called `name`, its format and columns checked; of a Hub dataset, those at `commit`.
 
     Raises UserError for an unknown format, a path that does not exist, a folder without usable files or with parquet
-    and jsonl, a damaged first part, and rows that lack the format's columns.
+    and jsonl, a damaged first part, rows that lack the format's columns, a Hub dataset that is not there or cannot be
+    reached; ReadError for one whose server keeps failing.
     """
     form = get_format(name, source.format)
-    key = f"data.sources.{name}.path"
-    parts = find_parts(key, source.path, source.format)
-    _check_columns(name, form, parts.parts[0])
+    access = access or Access(name, Streaming())
+    if is_pack(source.path):
+        return _pack_parts(name, source)
+    if is_on_hub(source.path):
+        parts = _hub_parts(f"data.sources.{name}", source, commit, access)
+    else:
+        parts = find_parts(f"data.sources.{name}.path", source.path, source.format)
+    _check_columns(name, form, parts.parts[0], access)
+    _check_filter_columns(name, source, form, parts.parts[0], access)
     return parts
+
+
+def is_on_hub(path: str) -> bool:
+    """Whether `path` means a dataset on the Hub: it looks like one and is no local path."""
+    looks_like = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
+    return looks_like and not Path(path).exists()
+
+
+def source_columns(name: str, source: Source) -> tuple[str, ...]:
+    """The columns to read of the source called `name`, for its format and its filters."""
+    form = get_format(name, source.format)
+    return tuple(dict.fromkeys(form.columns + form.optional + filter_columns(source, form)))
 
 
 def find_parts(key: str, path: str, form: str) -> Parts:
@@ -70,6 +120,8 @@ def find_parts(key: str, path: str, form: str) -> Parts:
     found = f"{key} = {path!r}"
     if path.startswith("embedded:"):
         return _embedded_parts(found, path)
+    if is_on_hub(path):
+        raise UserError(f"{found} is no local file or folder; a dataset on the Hub can be a [data.sources.<name>] only")
     return _local_parts(found, path, form)
 
 
@@ -78,6 +130,38 @@ def _embedded_parts(found: str, path: str) -> Parts:
         raise UserError(f"{found} is not known: the embedded sources are {' and '.join(embedded.NAMES)}")
     part = Part(kind="embedded", name=path, path=path, size=embedded.size(path), entries=embedded.row_names(path))
     return Parts(kind="embedded", parts=(part,))
+
+
+def _pack_parts(name: str, source: Source) -> Parts:
+    if has_filters(source):
+        raise UserError(
+            f"data.sources.{name}.path = {source.path!r} is a pack, whose documents cannot be filtered any more: set "
+            "the filters where it is packed, not here"
+        )
+    pack = open_pack(f"data.sources.{name}.path", source.path)
+    # By its contents: the same pack in another place is the same data.
+    part = Part(kind="pack", name=pack.digest(), path=pack.path, size=pack.file_sizes()["tokens.bin"])
+    return Parts(kind="pack", parts=(part,))
+
+
+def _hub_parts(key: str, source: Source, commit: str | None, access: Access) -> Parts:
+    from titan_loom.data.hub import Dataset  # which loads huggingface_hub
+
+    dataset = Dataset(key, source.path, commit or source.revision or "main", access)
+    files = dataset.list_files(source.config, source.split)
+    by_kind = {kind: [file for file in files if _kind_of(file[0]) == kind] for kind in ("parquet", "jsonl")}
+    kind = "parquet" if by_kind["parquet"] else "jsonl"
+    if not by_kind[kind]:
+        raise UserError(
+            f"{key}.path = {source.path!r} has no parquet or jsonl file in configuration {source.config or 'default'}, "
+            f"split {source.split}: give {key}.config and {key}.split as its card names them"
+        )
+    parts = tuple(
+        Part(kind=kind, name=path, path=f"hf://datasets/{source.path}@{dataset.commit}/{path}", size=size)
+        for path, size in by_kind[kind]
+        if size
+    )
+    return Parts(kind=kind, parts=parts, num_ignored=len(files) - len(parts), commit=dataset.commit)
 
 
 def _local_parts(found: str, given_path: str, form: str) -> Parts:
@@ -99,12 +183,7 @@ def _local_parts(found: str, given_path: str, form: str) -> Parts:
 
 def _why_missing(path: str) -> str:
     embedded_names = " or ".join(embedded.NAMES)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
-        return (
-            "is no local file or folder, and streaming a dataset from the Hub is not available: "
-            f"give a local path, {embedded_names}"
-        )
-    return f"does not exist: give a file or folder of {_ALLOWED}, or {embedded_names}"
+    return f"does not exist: give a file or folder of {_ALLOWED}, {embedded_names}, or a Hub dataset as owner/name"
 
 
 def _kind_of(file: str) -> str | None:
@@ -148,9 +227,9 @@ def _text_parts(root: Path, files: list[str]) -> list[Part]:
     ]
 
 
-def _check_columns(name: str, form: Format, part: Part) -> None:
+def _check_columns(name: str, form: Format, part: Part, access: Access) -> None:
     try:
-        found = column_names(part)
+        found = column_names(part, access)
     except (ArrowException, OSError, EOFError, ValueError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"data.sources.{name}.path: {part.name} cannot be read as {part.kind} ({reason})") from error
@@ -159,6 +238,16 @@ def _check_columns(name: str, form: Format, part: Part) -> None:
             f"data.sources.{name}.format = {form.name!r} needs the columns {', '.join(form.columns)}, but {part.name} "
             f"lacks {', '.join(sorted(missing))} and has {', '.join(sorted(found))}"
         )
+
+
+def _check_filter_columns(name: str, source: Source, form: Format, part: Part, access: Access) -> None:
+    found = column_names(part, access)
+    for column in filter_columns(source, form):
+        if found and column not in found:
+            key = "languages" if column == "language" else "license_column"
+            raise UserError(
+                f"data.sources.{name}.{key} needs the column {column}, but {part.name} has {', '.join(sorted(found))}"
+            )
 
 
 def _split(counted: list[tuple[Part, int]], lanes: int) -> tuple[Shard, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from titan_loom.data.words import Words, has_known_characters, has_known_words
 from titan_loom.errors import UserError
 
 DEFAULT_PATH = Path(__file__).parent.parent / "assets" / "tokenizer"
@@ -36,14 +37,22 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._text = text
+        self._words = Words(self._tokenizer) if has_known_words(text) else None
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.eos_id: int | None = self._tokenizer.token_to_id(EOS)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text and EOS, int32."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array([*encoding.ids, self.eos_id], dtype=np.int32) for encoding in encodings]
+        by_words = [self._words is not None and has_known_characters(text) for text in texts]
+        others = [text for text, is_by_words in zip(texts, by_words, strict=True) if not is_by_words]
+        encodings = iter(self._tokenizer.encode_batch_fast(others, add_special_tokens=False))
+        return [
+            self._words.encode(text, self.eos_id)
+            if is_by_words
+            else np.array([*next(encodings).ids, self.eos_id], dtype=np.int32)
+            for text, is_by_words in zip(texts, by_words, strict=True)
+        ]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`, special tokens visible."""

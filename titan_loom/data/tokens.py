@@ -1,4 +1,5 @@
-"""Rows to documents to tokens: the documents of one lane and source, tokenised, each ended by EOS.
+"""Rows to documents to tokens: the documents of one lane and source that its filter keeps, tokenised, each ended by
+EOS.
 
 Documents are collected and tokenised in batches, because the tokenizer then releases the GIL and costs less a call;
 every document remembers the row that it came from, so neither the result nor the position depends on the batches.
@@ -11,12 +12,18 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_loom.data.documents import Format
+from titan_loom.data.filters import REASONS, Filter, kept_documents
 from titan_loom.data.rows import RowState, RowStream
 from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.errors import UserError
 
 MAX_EPOCHS_WITHOUT_DOCUMENT = 1000
 """A lane may get no document in an epoch or in many; in this many there are none."""
+
+Counts = tuple[int, ...]
+"""Dropped documents by reason, in the order of `REASONS`."""
+
+NO_COUNTS: Counts = (0,) * len(REASONS)
 
 
 class TokenisedDocument(NamedTuple):
@@ -27,7 +34,10 @@ class TokenisedDocument(NamedTuple):
     """State before the row that the document came from."""
 
     index: int
-    """Its number among the documents of that row."""
+    """Its number among the documents of that row, dropped ones counted."""
+
+    filtered: Counts
+    """Documents dropped before it, since the start of the run."""
 
 
 class TokenStream:
@@ -35,6 +45,7 @@ class TokenStream:
 
     Args:
         first_document: documents of the first row to leave out (they were consumed before).
+        filtered: what was dropped before that document.
         encode_batch_size: documents per tokenizer call.
 
     Raises UserError when the rows give no documents.
@@ -48,14 +59,18 @@ class TokenStream:
         *,
         encode_batch_size: int,
         source_name: str,
+        keep: Filter,
         first_document: int = 0,
+        filtered: Counts = NO_COUNTS,
     ):
         self._rows = rows
         self._form = form
         self._tokenizer = tokenizer
         self._encode_batch_size = encode_batch_size
         self._source_name = source_name
+        self._filter = keep
         self._first_document = first_document
+        self._filtered = tuple(filtered)
         self._documents = self._read_documents()
         self._ready: deque[TokenisedDocument] = deque()
 
@@ -65,22 +80,24 @@ class TokenStream:
     def __next__(self) -> TokenisedDocument:
         if not self._ready:
             batch = [next(self._documents) for _ in range(self._encode_batch_size)]
-            tokens = self._tokenizer.encode_batch([text for text, _, _ in batch])
-            self._ready += (
-                TokenisedDocument(ids, state, index) for ids, (_, state, index) in zip(tokens, batch, strict=True)
-            )
+            tokens = self._tokenizer.encode_batch([text for text, _ in batch])
+            self._ready += (TokenisedDocument(ids, *position) for ids, (_, position) in zip(tokens, batch, strict=True))
         return self._ready.popleft()
 
-    def _read_documents(self) -> Iterator[tuple[str, RowState, int]]:
+    def _read_documents(self) -> Iterator[tuple[str, tuple[RowState, int, Counts]]]:
         first, last_epoch = self._first_document, self._rows.epoch
+        filtered, source = list(self._filtered), f"data.sources.{self._source_name}"
         for row, state in self._rows:
-            for index, text in enumerate(self._form.read(row, f"data.sources.{self._source_name}")):
+            for index, document in kept_documents(self._form, self._filter, row, source, filtered, first):
                 last_epoch = self._rows.epoch
-                if index >= first:
-                    yield text, state, index
+                yield document.text, (state, index, tuple(filtered))
             first = 0
             if self._rows.epoch - last_epoch > MAX_EPOCHS_WITHOUT_DOCUMENT:
                 raise UserError(
-                    f"data.sources.{self._source_name}: no row gives a document in format {self._form.name!r}: "
-                    "all are blank, vendored, binary or not UTF-8"
+                    f"{source}: no row gives a document in format {self._form.name!r}: "
+                    f"all are blank, vendored, binary, not UTF-8 or filtered ({_describe(filtered)})"
                 )
+
+
+def _describe(filtered: list[int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in zip(REASONS, filtered, strict=True) if count) or "none"

@@ -58,7 +58,7 @@ def documents(paths: tuple[str, ...]) -> Iterator[str]:
         form = _guess_format(path, column_names(parts.parts[0]))
         for part in parts.parts:
             for row in open_rows(Shard(part), 0, form.columns + form.optional):
-                yield from form.read(row, f"path = {path!r}")
+                yield from (document.text for document in form.read(row, f"path = {path!r}"))
 
 
 def _guess_format(path: str, columns: set[str]) -> Format:

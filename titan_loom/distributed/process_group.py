@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_loom.config.job_config import Comm
+from titan_loom.errors import ReadError, UserError
 
 
 def local_device() -> torch.device:
@@ -43,6 +44,24 @@ def sum_over_ranks(values: list[int]) -> list[int]:
     tensor = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def ranks_where(condition: bool) -> list[int]:
+    """The ranks on which `condition` holds."""
+    return [rank for rank, holds in enumerate(_gather(condition)) if holds]
+
+
+def first_error(error: Exception | None) -> Exception:
+    """What to raise on every rank when at least one has an error: its own here, elsewhere the first rank's."""
+    portable = error if isinstance(error, UserError | ReadError) else error and RuntimeError(repr(error))
+    errors = _gather(portable)
+    return error or next(error for error in errors if error is not None)
+
+
+def _gather(value):
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def from_rank0(function, *args):

@@ -23,10 +23,10 @@ class _StdoutHandler(logging.StreamHandler):
 
 
 def init_logger(stream: TextIO | None = None) -> None:
-    """Log to `stream` (default: stdout) from INFO on the ranks in LOG_RANK (default: 0), errors only on the others."""
+    """Log to `stream` (default: stdout) from INFO on the ranks in LOG_RANK (default: 0), warnings on the others."""
     handler = logging.StreamHandler(stream) if stream is not None else _StdoutHandler()
     handler.setFormatter(logging.Formatter(FORMAT))
     logger.handlers = [handler]
     logger.propagate = False
     is_shown = os.environ.get("RANK", "0") in os.environ.get("LOG_RANK", "0").split(",")
-    logger.setLevel(logging.INFO if is_shown else logging.ERROR)
+    logger.setLevel(logging.INFO if is_shown else logging.WARNING)

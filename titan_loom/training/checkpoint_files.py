@@ -85,12 +85,15 @@ class Start:
     """Take only the weights: a new run that begins at step 0."""
 
 
-def find_start(config: JobConfig, model_args: dict[str, Any], data_fingerprint: dict[str, Any]) -> Start | None:
+def find_start(
+    config: JobConfig, model_args: dict[str, Any], data_fingerprint: dict[str, Any] | None = None
+) -> Start | None:
     """Decide what a start with `config` continues from; None means from random weights.
 
     Args:
         model_args: the fields of the model's arguments, as `dataclasses.asdict` gives them.
-        data_fingerprint: what defines the order of the data, by configuration key.
+        data_fingerprint: what defines the order of the data, by configuration key; None leaves that to a later
+            `check_same_data`.
 
     Raises:
         UserError: the checkpoint that was asked for is not there, or belongs to another model or other data.
@@ -121,8 +124,8 @@ def find_start(config: JobConfig, model_args: dict[str, Any], data_fingerprint: 
     else:
         return None
     _check_same_model(start, config.model.name, model_args)
-    if not start.model_only:
-        _check_same_data(start, data_fingerprint)
+    if data_fingerprint is not None:
+        check_same_data(start, data_fingerprint)
     return start
 
 
@@ -136,7 +139,10 @@ def _check_same_model(start: Start, name: str, model_args: dict[str, Any]) -> No
         )
 
 
-def _check_same_data(start: Start, fingerprint: dict[str, Any]) -> None:
+def check_same_data(start: Start | None, fingerprint: dict[str, Any]) -> None:
+    """Raises UserError when `start` continues a run with another order of the data than `fingerprint` says."""
+    if start is None or start.model_only:
+        return
     for key, found, wanted in _differences(start.state["data"], fingerprint):
         raise UserError(
             f"{key} is {wanted} but checkpoint {start.path} was made with {found}, and the order of the data depends "

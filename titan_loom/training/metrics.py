@@ -41,6 +41,10 @@ class StepRecord:
     weight_decay: float
     data_wait: float
     """Seconds this rank waited for its batch."""
+    source_wait: dict[str, float]
+    """Seconds that this rank's lanes spent reading each source for it, added up, also while the step before ran."""
+    filtered: dict[str, dict[str, int]]
+    """Documents dropped since the start of the run, by source and reason."""
     extra: dict[str, Any]
 
 
@@ -164,6 +168,8 @@ class MetricsProcessor:
             "weight_decay": record.weight_decay,
             "tps": round(tps, 2),
             "data_wait": round(record.data_wait, 6),
+            "source_wait": {name: round(seconds, 6) for name, seconds in record.source_wait.items()},
+            "filtered": record.filtered,
             "eta": round((self.total_steps - record.step) * self.seconds_per_step, 1),
             **record.extra,
         }

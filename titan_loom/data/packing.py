@@ -1,0 +1,356 @@
+"""`titan-loom pack`: tokenises a configured source once, in parallel, into a pack; joins packs; verifies them.
+
+The source is cut into parts that do not depend on the number of workers. A part is finished when its `.json` is there,
+so whatever ends the command costs at most the parts that were being made; starting it again goes on with the others.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from titan_loom.config import JobConfig, load_config
+from titan_loom.data.documents import Format, get_format
+from titan_loom.data.filters import REASONS, Filter, build_filter, kept_documents
+from titan_loom.data.holdout import Holdout, key_point
+from titan_loom.data.packs import Pack, is_pack, open_pack, verify
+from titan_loom.data.readers import Shard, open_rows
+from titan_loom.data.retry import Access
+from titan_loom.data.sources import list_parts, source_columns
+from titan_loom.data.tokenizer import Tokenizer, load_tokenizer
+from titan_loom.errors import ReadError, UserError
+from titan_loom.tools.logging import logger
+
+NUM_PARTS = 32
+"""Fewer parts than this are cut by rows: enough to share out and to lose little."""
+
+COPY_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartJob:
+    """What every part of a source is made with."""
+
+    source_name: str
+    form: Format
+    columns: tuple[str, ...]
+    keep: Filter
+    access: Access
+    tokenizer: Tokenizer
+    encode_batch_size: int
+    dtype: str
+    folder: Path
+    """Of the unfinished pack's parts."""
+
+
+def main(argv: list[str]) -> None:
+    """`pack`, `pack merge` and `pack verify`. Raises UserError for a mistake in command line or configuration."""
+    parser = argparse.ArgumentParser(
+        prog="titan-loom pack",
+        description="Tokenise a source once (with --job.config_file X and overrides), join packs, or verify them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--source", help="the [data.sources.<name>] to pack; needed when there are several")
+    parser.add_argument("--out", help="folder of the new pack")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
+    options, rest = parser.parse_known_args(argv)
+    is_overrides = not rest or rest[0].startswith("--")
+    what, paths = ("pack", []) if is_overrides else (rest[0], rest[1:])
+    if what not in ("pack", "merge", "verify"):
+        raise UserError(f"titan-loom pack {what!r}: it must be merge, verify or the options of a configuration")
+    if what != "verify" and not options.out:
+        raise UserError("--out is not set; it must be the folder of the new pack")
+    if what == "pack":
+        config = load_config(rest)
+        names = list(config.data.sources)
+        if options.source is None and len(names) != 1:
+            raise UserError(f"--source is not set; it must be one of [data.sources]: {', '.join(names)}")
+        made = pack(config, options.source or names[0], Path(options.out), max(1, options.workers))
+        report = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens in {made.path}"
+    else:
+        packs = [open_pack("pack", path) for path in paths]
+        if not packs:
+            raise UserError(f"titan-loom pack {what} names no pack; give at least one folder")
+        if what == "merge":
+            made = merge(packs, Path(options.out))
+            report = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens in {made.path}"
+        else:
+            for each in packs:
+                verify(each)
+            report = f"{len(packs)} packs are whole"
+    print(report)
+
+
+def pack(config: JobConfig, name: str, out: Path, workers: int) -> Pack:
+    """Pack source `name` of `config` into folder `out`, going on where an earlier call for it was ended.
+
+    Raises UserError for a source that there is not or that cannot be packed, and for a folder that holds anything else.
+    """
+    source = config.data.sources.get(name)
+    if source is None:
+        raise UserError(f"--source is {name!r}; it must be one of [data.sources]: {', '.join(config.data.sources)}")
+    if is_pack(source.path):
+        raise UserError(f"data.sources.{name}.path = {source.path!r} is a pack already")
+    tokenizer, access = load_tokenizer(config.model.tokenizer_path), Access(name, config.data.streaming)
+    parts = list_parts(name, source, access, _commit_in(out))
+    if len(parts.parts) < NUM_PARTS:
+        parts = parts.counted(access)
+    keep = build_filter(source, Holdout())
+    origin = {
+        "path": source.path,
+        "config": source.config,
+        "split": source.split,
+        "commit": parts.commit,
+        "parts": parts.digest(),
+        "format": source.format,
+        "languages": sorted(keep.languages),
+        "min_chars": keep.min_chars,
+        "max_chars": keep.max_chars,
+        "licenses": sorted(keep.licenses),
+        "license_column": source.license_column,
+    }
+    if is_pack(str(out)):
+        return _finished(out, origin, tokenizer)
+    _start_folder(out, {"tokenizer": tokenizer.sha256, **origin})
+    job = PartJob(
+        source_name=name,
+        form=get_format(name, source.format),
+        columns=source_columns(name, source),
+        keep=keep,
+        access=access,
+        tokenizer=tokenizer,
+        encode_batch_size=source.encode_batch_size,
+        dtype=_dtype(tokenizer),
+        folder=out / "parts",
+    )
+    shards = parts.shards(NUM_PARTS)
+    _make_parts(job, shards, workers)
+    made = [json.loads(_marker(job.folder, number).read_text()) for number in range(len(shards))]
+    filtered = {reason: sum(part["filtered"][i] for part in made) for i, reason in enumerate(REASONS)}
+    logger.info(f"Joining {len(shards)} parts; documents left out by filters: {sum(filtered.values()):,}")
+    files = [_part_files(job.folder, number) for number in range(len(shards))]
+    result = _write_pack(
+        out,
+        [(tokens, *np.load(documents)) for tokens, documents in files],
+        dtype=job.dtype,
+        tokenizer=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        origin=[{**origin, "filtered": filtered}],
+    )
+    shutil.rmtree(job.folder)
+    (out / "plan.json").unlink()
+    return result
+
+
+def merge(packs: list[Pack], out: Path) -> Pack:
+    """Join packs of one tokenizer, in order, after verifying each.
+
+    Raises UserError for packs of several tokenizers, a damaged one and a folder that holds anything.
+    """
+    for other in packs[1:]:
+        if other.tokenizer != packs[0].tokenizer:
+            raise UserError(
+                f"{packs[0].path!r} and {other.path!r} are of two tokenizers: only packs of one can be merged"
+            )
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out is {str(out)!r}, which is not empty: name a new folder")
+    for each in packs:
+        verify(each)
+    out.mkdir(parents=True, exist_ok=True)
+    return _write_pack(
+        out,
+        [(f"{each.path}/tokens.bin", np.diff(each.array("starts")), each.array("points")) for each in packs],
+        dtype=packs[0].dtype,
+        tokenizer=packs[0].tokenizer,
+        vocab_size=packs[0].vocab_size,
+        origin=[entry for each in packs for entry in each.origin],
+    )
+
+
+def _dtype(tokenizer: Tokenizer) -> str:
+    return "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+
+
+def _finished(out: Path, origin: dict[str, Any], tokenizer: Tokenizer) -> Pack:
+    """The pack that is in `out` already, if it is this one."""
+    there = open_pack("--out", str(out))
+    (first, *others) = there.origin
+    if others or there.tokenizer != tokenizer.sha256 or {key: first.get(key) for key in origin} != origin:
+        raise UserError(f"--out is {str(out)!r}, which is a pack of something else: name another folder")
+    shutil.rmtree(out / "parts", ignore_errors=True)
+    (out / "plan.json").unlink(missing_ok=True)
+    return there
+
+
+def _commit_in(out: Path) -> str | None:
+    """What the revision of a Hub dataset was resolved to when this pack was begun."""
+    if is_pack(str(out)):
+        return open_pack("--out", str(out)).origin[0].get("commit") or None
+    file = out / "plan.json"
+    return (json.loads(file.read_text())["commit"] or None) if file.exists() else None
+
+
+def _start_folder(out: Path, plan: dict[str, Any]) -> None:
+    file = out / "plan.json"
+    if file.exists():
+        if json.loads(file.read_text()) != plan:
+            raise UserError(f"--out is {str(out)!r}, which holds an unfinished pack of something else: delete it")
+        return
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out is {str(out)!r}, which is not empty: name a new folder")
+    (out / "parts").mkdir(parents=True)
+    aside = out / "parts" / "plan.writing"
+    aside.write_text(json.dumps(plan, indent=2))
+    aside.rename(file)
+
+
+def _marker(folder: Path, number: int) -> Path:
+    return folder / f"{number:06}.json"
+
+
+def _part_files(folder: Path, number: int) -> tuple[Path, Path]:
+    return folder / f"{number:06}.tokens", folder / f"{number:06}.documents.npy"
+
+
+def _make_parts(job: PartJob, shards: tuple[Shard, ...], workers: int) -> None:
+    """Make the parts that are not there yet, in `workers` processes which take the next one in turn."""
+    left = [number for number in range(len(shards)) if not _marker(job.folder, number).exists()]
+    if len(left) < len(shards):
+        logger.info(f"{len(shards) - len(left)} of {len(shards)} parts are there already")
+    # Not fork: this process has threads of pyarrow and tokenizers.
+    context = multiprocessing.get_context("spawn")
+    next_part, tokens = context.Value("q", 0), context.Value("q", 0)
+    errors = context.SimpleQueue()
+    arguments = (job, [(number, shards[number]) for number in left], next_part, tokens, errors)
+    # Daemons: an exception here, Ctrl-C too, ends them.
+    processes = [context.Process(target=_work, args=arguments, daemon=True) for _ in range(min(workers, len(left)))]
+    # Inherited: Ctrl-C is for this process, which then ends the others; here it only waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    for process in processes:
+        process.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    with _progress_bar() as progress:
+        task = progress.add_task("parts", total=len(shards), tokens="")
+        running = list(processes)
+        while running:
+            wait([process.sentinel for process in running], timeout=0.2)
+            running = [process for process in running if process.exitcode is None]
+            if not errors.empty():
+                raise errors.get()
+            if any(process.exitcode for process in processes):
+                raise RuntimeError("a process that packs has ended; finished parts are kept, start the command again")
+            done = len(shards) - sum(not _marker(job.folder, number).exists() for number in left)
+            progress.update(task, completed=done, tokens=f"{tokens.value:,} tokens")
+
+
+def _progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[tokens]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+    )
+
+
+def _work(job: PartJob, parts: list[tuple[int, Shard]], next_part: Any, tokens: Any, errors: Any) -> None:
+    """A worker process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+    def count(num_tokens: int) -> None:
+        with tokens.get_lock():
+            tokens.value += num_tokens
+
+    while True:
+        with next_part.get_lock():
+            number, next_part.value = next_part.value, next_part.value + 1
+        if number >= len(parts):
+            return
+        try:
+            make_part(job, *parts[number], count)
+        except (UserError, ReadError) as error:
+            errors.put(error)
+            return
+
+
+def _leave_with_parent() -> None:
+    """A killed parent cannot end its daemons."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def make_part(job: PartJob, number: int, shard: Shard, count: Callable[[int], None]) -> None:
+    """Tokenise the documents of `shard` into the files of part `number`; `count` is told of tokens as they are made."""
+    filtered = [0] * len(REASONS)
+    lengths, points = [], []
+    tokens_file, documents_file = _part_files(job.folder, number)
+
+    source = f"data.sources.{job.source_name}"
+    stream = (
+        document
+        for row in open_rows(shard, 0, job.columns, job.access)
+        for _, document in kept_documents(job.form, job.keep, row, source, filtered)
+    )
+    with open(tokens_file, "wb") as file:
+        while batch := list(islice(stream, job.encode_batch_size)):
+            encoded = job.tokenizer.encode_batch([document.text for document in batch])
+            tokens = np.concatenate(encoded, dtype=job.dtype, casting="unsafe")
+            file.write(tokens)
+            lengths += map(len, encoded)
+            points += [key_point(document.key) for document in batch]
+            count(len(tokens))
+        os.fsync(file.fileno())
+    np.save(documents_file, np.array([lengths, points], dtype="<u8"))
+    aside = _marker(job.folder, number).with_suffix(".writing")
+    aside.write_text(json.dumps({"documents": len(lengths), "filtered": filtered}))
+    aside.rename(_marker(job.folder, number))
+
+
+def _write_pack(
+    out: Path, pieces: Iterable[tuple[str | Path, np.ndarray, np.ndarray]], *, dtype: str, **fields: Any
+) -> Pack:
+    """Write the files of a pack from pieces (file of tokens, lengths and points of its documents), metadata last."""
+    lengths, points, checksum = [np.empty(0, "<i8")], [np.empty(0, "<u8")], hashlib.sha256()
+    with open(out / "tokens.bin", "wb") as target:
+        for tokens_file, piece_lengths, piece_points in pieces:
+            lengths.append(piece_lengths.astype("<i8"))
+            points.append(piece_points)
+            with open(tokens_file, "rb") as file:
+                for chunk in iter(partial(file.read, COPY_BYTES), b""):
+                    checksum.update(chunk)
+                    target.write(chunk)
+        os.fsync(target.fileno())
+    starts = np.concatenate([np.zeros(1, "<i8"), np.cumsum(np.concatenate(lengths))])
+    sha256 = {"tokens.bin": checksum.hexdigest()}
+    for name, array in (("starts.bin", starts), ("points.bin", np.concatenate(points))):
+        (out / name).write_bytes(array.tobytes())
+        sha256[name] = hashlib.sha256(array.tobytes()).hexdigest()
+    made = Pack(
+        path=str(out.resolve()),
+        dtype=dtype,
+        num_documents=len(starts) - 1,
+        num_tokens=int(starts[-1]),
+        sha256=sha256,
+        **fields,
+    )
+    made.write_metadata()
+    return made

@@ -1,0 +1,193 @@
+"""Packed corpora: documents tokenised once, memory-mapped, read in the order of a permutation of all of them.
+
+A pack is a folder: `metadata.json`, written last; `tokens.bin`, all documents back to back, each ended by EOS;
+`starts.bin`, where each begins, and the end; `points.bin`, where the holdout's hash puts each. All documents are in it:
+what is held out is decided when it is read, by the same rule as for a stream.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from titan_loom.data.holdout import Holdout
+from titan_loom.data.tokenizer import Tokenizer
+from titan_loom.data.tokens import NO_COUNTS, TokenisedDocument
+from titan_loom.errors import UserError
+from titan_loom.tools.random import permutation
+
+METADATA = "metadata.json"
+FORMAT = "titan_loom pack 1"
+
+PackState = tuple[int, int]
+"""(epoch, place in the lane's documents of that epoch)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """What `metadata.json` says of the pack in folder `path`. Cheap to pass to workers: each maps the files itself."""
+
+    path: str
+    dtype: str
+    """Of the tokens, little-endian: `<u2` while the vocabulary fits, else `<u4`."""
+
+    num_documents: int
+    num_tokens: int
+    tokenizer: str
+    """SHA-256 of the `tokenizer.json`."""
+
+    vocab_size: int
+    sha256: dict[str, str]
+    """By file."""
+
+    origin: list[dict]
+    """What was packed, for a reader of the file: an entry for each source, several after a merge."""
+
+    def array(self, name: str) -> np.ndarray:
+        """`tokens`, `starts` (documents + 1, int64) or `points` (uint64), from the memory map."""
+        return _array(f"{self.path}/{name}.bin", {"tokens": self.dtype, "starts": "<i8", "points": "<u8"}[name])
+
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes that each file must have."""
+        return {
+            "tokens.bin": self.num_tokens * np.dtype(self.dtype).itemsize,
+            "starts.bin": 8 * (self.num_documents + 1),
+            "points.bin": 8 * self.num_documents,
+        }
+
+    def digest(self) -> str:
+        """SHA-256 over the files' checksums: of the contents."""
+        return hashlib.sha256(json.dumps(self.sha256, sort_keys=True).encode()).hexdigest()
+
+    def write_metadata(self) -> None:
+        """Makes the folder a pack."""
+        aside = Path(self.path) / f"{METADATA}.writing"
+        fields = {name: value for name, value in asdict(self).items() if name != "path"}
+        aside.write_text(json.dumps({"format": FORMAT, **fields}, indent=2) + "\n", "utf-8")
+        aside.rename(Path(self.path) / METADATA)
+
+
+@lru_cache
+def _array(path: str, dtype: str) -> np.ndarray:
+    # Slices of a memmap are memmaps, which cost several times as much to make as those of a plain array.
+    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) if Path(path).stat().st_size else np.empty(0, dtype)
+
+
+def is_pack(path: str) -> bool:
+    """Whether `path` is a folder with a pack's metadata."""
+    file = Path(path).expanduser() / METADATA
+    return file.is_file() and FORMAT.rpartition(" ")[0] in file.read_bytes()[:100].decode(errors="replace")
+
+
+def open_pack(key: str, path: str) -> Pack:
+    """The pack in folder `path`, which was given as `key`. The sizes of its files are checked, their contents are not
+    (that takes as long as reading them: see `verify`).
+
+    Raises UserError for a folder that is no pack, another version of the format and files of another size.
+    """
+    folder, found = Path(path).expanduser().resolve(), f"{key} = {path!r}"
+    if not is_pack(path):
+        raise UserError(f"{found} is no pack: it must be a folder that `titan-loom pack` has finished")
+    try:
+        fields = json.loads((folder / METADATA).read_text("utf-8"))
+        if (version := fields.pop("format")) != FORMAT:
+            raise UserError(f"{found} is in format {version!r}, but this version reads {FORMAT!r} only: pack it again")
+        pack = Pack(path=str(folder), **fields)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UserError(f"{found}: {METADATA} is damaged ({error}): pack it again") from error
+    for name, size in pack.file_sizes().items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            there = f"has {file.stat().st_size:,} bytes" if file.is_file() else "is missing"
+            raise UserError(f"{found}: {name} {there} but must have {size:,}: copy or pack it again")
+    return pack
+
+
+def check_pack(key: str, pack: Pack, tokenizer: Tokenizer) -> None:
+    """Raises UserError unless `pack` was made with `tokenizer`."""
+    if pack.tokenizer != tokenizer.sha256:
+        raise UserError(
+            f"{key} = {pack.path!r} was packed with another tokenizer ({pack.tokenizer[:12]}, {pack.vocab_size:,} "
+            f"entries) than model.tokenizer_path gives ({tokenizer.sha256[:12]}, {tokenizer.vocab_size:,} entries): "
+            "pack it again or name that tokenizer"
+        )
+
+
+def verify(pack: Pack) -> None:
+    """Reads all files. Raises UserError when a checksum is not the metadata's."""
+    for name, expected in pack.sha256.items():
+        with open(f"{pack.path}/{name}", "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                raise UserError(f"pack {pack.path!r} is damaged: the checksum of {name} is not the one in {METADATA}")
+
+
+class PackStream:
+    """Endless iterator over the documents of one lane: in every epoch each document comes once, over all lanes, in an
+    order drawn from (seed, source, epoch).
+
+    The tokens are views of the memory map. The state is (epoch, place); a stream built with it goes on there. An
+    epoch's order is drawn at once, which takes some 30 bytes a document while it is.
+
+    Raises UserError when there is no document for this reader.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        holdout: Holdout,
+        *,
+        seed: int,
+        source_name: str,
+        lane: int,
+        lanes: int,
+        state: PackState | None = None,
+    ):
+        self._pack = pack
+        self._holdout = holdout
+        self._seed = seed
+        self._source_name = source_name
+        self._lane = lane
+        self._lanes = lanes
+        self._tokens, self._starts = pack.array("tokens"), pack.array("starts")
+        epoch, place = state or (0, 0)
+        self._start_epoch(epoch, place)
+
+    def state(self) -> PackState:
+        """The position of the next document."""
+        return self._epoch, self._place
+
+    def __iter__(self) -> Iterator[TokenisedDocument]:
+        return self
+
+    def __next__(self) -> TokenisedDocument:
+        while self._place == len(self._order):
+            self._start_epoch(self._epoch + 1, 0)
+        document, state = self._order[self._place], (self._epoch, self._place)
+        self._place += 1
+        return TokenisedDocument(self._tokens[self._starts[document] : self._starts[document + 1]], state, 0, NO_COUNTS)
+
+    def _start_epoch(self, epoch: int, place: int) -> None:
+        self._epoch, self._place = epoch, place
+        order = _epoch_order(self._pack.path, self._holdout, self._seed, self._source_name, epoch, self._lanes)
+        if not (order >= 0).any():
+            part = "the holdout of " if self._holdout.inside else "nothing outside the holdout of "
+            raise UserError(
+                f"data.sources.{self._source_name}.path gives no documents: of {self._pack.num_documents:,}, "
+                f"{part}data.holdout_percent = {self._holdout.percent:g} is asked for"
+            )
+        mine = order[self._lane :: self._lanes]
+        self._order = mine[mine >= 0]
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(path: str, holdout: Holdout, seed: int, source_name: str, epoch: int, lanes: int) -> np.ndarray:
+    """All documents of an epoch in order, int64; -1 is a place without a document."""
+    documents = np.flatnonzero(holdout.keeps(_array(f"{path}/points.bin", "<u8")))
+    # With fewer documents than lanes there are places without one, so that every lane has its turn in some epoch.
+    missing = max(0, lanes - len(documents))
+    documents = np.concatenate([documents, np.full(missing, -1)])
+    return documents[permutation(len(documents), seed, "documents", source_name, epoch)]
