@@ -79,6 +79,10 @@ class Data:
     mix_unit: Literal["sequence", "step"] = "sequence"
     """What the sources are mixed in: one `sequence` (every batch holds every source in its share) or one `step`."""
 
+    document_mask: bool = False
+    """Keep the documents of a sequence apart: attention, positions and n-grams stop at their ends. Batches, labels and
+    token counts stay as they are."""
+
     sources: dict[str, Source] = field(default_factory=dict)
     """`[data.sources.<name>]`: where documents come from. Order matters: it breaks ties of the mixing."""
 
