@@ -46,6 +46,7 @@ from titan_loom.distributed.process_group import (
 )
 from titan_loom.errors import Interrupted, ReadError, UserError
 from titan_loom.models import build_model, model_args
+from titan_loom.models.layers.document_mask import documents_of
 from titan_loom.optim.groups import assign_groups
 from titan_loom.optim.optimizers import build_optimizers
 from titan_loom.optim.schedules import Schedule, TokenSwitch
@@ -197,6 +198,8 @@ class Trainer:
             f"{training.seq_len}, {training.tokens_per_step:,} tokens per step, total steps {self.num_steps}, "
             f"{config.data.lanes} lanes on {self.world_size} processes ({self.device.type})"
         )
+        if config.data.document_mask:
+            logger.info("Documents inside a sequence are kept apart: attention, positions, n-grams")
 
     def train(self) -> None:
         """Train to the last step, saving on the way.
@@ -309,7 +312,8 @@ class Trainer:
         for i, micro_batch in enumerate(micro_batches):
             inputs, labels, sources = (t.to(self.device, non_blocking=True) for t in micro_batch)
             set_last_micro_batch(self.model, i == self.micro_batches - 1)
-            hidden = self.model(inputs)  # (batch, seq, dim)
+            documents = documents_of(inputs, self.tokenizer.eos_id) if self.config.data.document_mask else None
+            hidden = self.model(inputs, documents=documents)  # (batch, seq, dim)
             losses = chunked_cross_entropy(
                 hidden.flatten(0, 1),
                 self.model.head_weight,

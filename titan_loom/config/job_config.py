@@ -123,6 +123,10 @@ class Data:
     mix_unit: Literal["sequence", "step"] = "sequence"
     """What the sources are mixed in: one `sequence` (every batch holds every source in its share) or one `step`."""
 
+    document_mask: bool = False
+    """Keep the documents of a sequence apart: attention, positions and n-grams stop at their ends. Batches, labels and
+    token counts stay as they are."""
+
     holdout_percent: float = 0.0
     """Percentage of the documents that are never trained on, chosen by a hash of each document's key: the same ones
     whether a source is streamed or packed, whatever the seed."""

@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_loom.models.layers.document_attention import document_attention
+from titan_loom.models.layers.document_mask import Documents
 from titan_loom.models.layers.rope import apply_rope
 
 
@@ -25,14 +27,19 @@ class Attention(nn.Module):
         self.query_norm = nn.RMSNorm(head_dim, eps=norm_eps)
         self.key_norm = nn.RMSNorm(head_dim, eps=norm_eps)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        """x: (batch, seq, dim); rope: the tables of `rope_tables`. Returns (batch, seq, dim)."""
+    def forward(self, x: Tensor, rope: Tensor, documents: Documents | None = None) -> Tensor:
+        """x: (batch, seq, dim); rope: the tables of `rope_tables`. Returns (batch, seq, dim).
+
+        With `documents`, no token sees another document's.
+        """
         heads = (-1, self.head_dim)
         q = self.query_norm(self.query(x).unflatten(-1, heads))  # (batch, seq, heads, head_dim)
         k = self.key_norm(self.key(x).unflatten(-1, heads))
         v = self.value(x).unflatten(-1, heads)
         q = apply_rope(q, rope, self.rope_interleaved)
         k = apply_rope(k, rope, self.rope_interleaved)
+        if documents is not None:
+            return self.output(document_attention(q, k, v, documents).flatten(-2))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.output(a.transpose(1, 2).flatten(-2))

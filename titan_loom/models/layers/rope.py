@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 
-def rope_tables(seq_len: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Cosines and sines of positions 0 to seq_len - 1: (2, seq, head_dim / 2), fp32."""
+def rope_tables(
+    seq_len: int, head_dim: int, theta: float, device: torch.device, positions: Tensor | None = None
+) -> Tensor:
+    """Cosines and sines of positions 0 to seq_len - 1: (2, seq, head_dim / 2), fp32.
+
+    With `positions`, (batch, seq) int64 and all below seq_len, those of each token's: (2, batch, seq, head_dim / 2).
+    """
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32, device=device), frequencies)
-    return torch.stack((angles.cos(), angles.sin()))
+    tables = torch.stack((angles.cos(), angles.sin()))
+    return tables if positions is None else tables[:, positions]
 
 
 def apply_rope(x: Tensor, tables: Tensor, interleaved: bool) -> Tensor:
@@ -22,7 +28,7 @@ def apply_rope(x: Tensor, tables: Tensor, interleaved: bool) -> Tensor:
         tables: what `rope_tables` gives for x's positions.
         interleaved: a pair is elements (2i, 2i + 1); else (i, i + head_dim / 2).
     """
-    cos, sin = tables.unsqueeze(-2)  # (seq, 1, head_dim / 2) each, the same for all heads
+    cos, sin = tables.unsqueeze(-2)  # (..., seq, 1, head_dim / 2) each, the same for all heads
     pair_axis = -1 if interleaved else -2
     a, b = x.unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(pair_axis)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), pair_axis).flatten(-2).to(x.dtype)

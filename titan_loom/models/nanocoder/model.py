@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_loom.models.layers.attention import Attention
+from titan_loom.models.layers.document_mask import Documents
 from titan_loom.models.layers.embedding import Embedding
 from titan_loom.models.layers.feed_forward import SwiGLU
 from titan_loom.models.layers.rope import rope_tables
@@ -36,24 +37,26 @@ class NanoCoder(nn.Module):
         self.blocks = nn.ModuleList(Block(args) for _ in range(args.num_layers))
         self.final_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(self, tokens: Tensor, num_loops: int | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, num_loops: int | None = None, documents: Documents | None = None) -> Tensor:
         """The final hidden state, (batch, seq, dim), of `tokens`, (batch, seq) int64.
 
-        `num_loops` replaces the trained number of passes over the looped stack.
+        `num_loops` replaces the trained number of passes over the looped stack. With `documents`, every document gets
+        what it would get alone, whatever else its row holds.
 
         Raises:
             UserError: when the schedule cannot run `num_loops` times.
         """
         args = self.args
-        rope = rope_tables(tokens.shape[1], args.head_dim, args.rope_theta, tokens.device)
+        positions = None if documents is None else documents.positions
+        rope = rope_tables(tokens.shape[1], args.head_dim, args.rope_theta, tokens.device, positions)
         x0 = self.embedding(tokens) * math.sqrt(args.dim)
-        u = self.ngram(tokens)
+        u = self.ngram(tokens, positions=positions)
         injections = args.injections(num_loops)
         x = x0.clone()  # a compiled block would need a second graph for a call in which x is x0
         for visit, layer in enumerate(args.visits(num_loops)):
             if visit in injections:
                 x = x + self.ngram.injection_scales[injections[visit]] * u
-            x = self.blocks[layer](x, x0, rope)
+            x = self.blocks[layer](x, x0, rope, documents)
         return self.final_norm(x)
 
     @property
@@ -119,7 +122,7 @@ class NanoCoder(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: x, x0: (batch, seq, dim) and RoPE tables -> x: (batch, seq, dim).
+    """One layer: x, x0: (batch, seq, dim), RoPE tables and, if any, documents -> x: (batch, seq, dim).
 
     Takes nothing but tensors, and holds no number of its own, so that one compiled graph serves every layer and visit.
     """
@@ -140,13 +143,13 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = SwiGLU(args.dim, args.ffn_dim)
 
-    def forward(self, x: Tensor, x0: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, rope: Tensor, documents: Documents | None = None) -> Tensor:
         if self.refresh is None:
             x = x + self.alpha * x0
-        a = self.attention(self.attention_norm(x), rope)
+        a = self.attention(self.attention_norm(x), rope, documents)
         x = x + a
         if self.refresh is not None:
-            x = x + self.alpha * self.refresh(x0, a)
+            x = x + self.alpha * self.refresh(x0, a, None if documents is None else documents.positions)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 

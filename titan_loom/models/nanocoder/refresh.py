@@ -24,14 +24,27 @@ class GatedRefresh(nn.Module):
         self.output = nn.Linear(dim, dim, bias=False)
         self.kernel = nn.Parameter(torch.empty(dim, KERNEL_SIZE))
 
-    def forward(self, x0: Tensor, a: Tensor) -> Tensor:
-        """x0: the scaled token embedding, a: the attention's output, both (batch, seq, dim), and so is what returns."""
+    def forward(self, x0: Tensor, a: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x0: the scaled token embedding, a: the attention's output, both (batch, seq, dim), and so is what returns.
+
+        With `positions`, (batch, seq) int64, each token's in its document, the convolution starts anew in each.
+        """
         n = self.attention_norm(a.detach())
-        g = self.gate(n) + causal_convolution(n, self.kernel)
+        g = self.gate(n) + causal_convolution(n, self.kernel, positions)
         return self.output_norm(self.output(F.silu(g) * self.value(self.embedding_norm(x0))))
 
 
-def causal_convolution(x: Tensor, kernel: Tensor) -> Tensor:
-    """y[t] = sum over j of kernel[:, 8 - j] * x[t - j], zero before the start. x and y: (batch, seq, dim)."""
-    padded = F.pad(x.transpose(1, 2), (KERNEL_SIZE - 1, 0))
-    return F.conv1d(padded, kernel.unsqueeze(1), groups=len(kernel)).transpose(1, 2)
+def causal_convolution(x: Tensor, kernel: Tensor, positions: Tensor | None = None) -> Tensor:
+    """y[t] = sum over j of kernel[:, 8 - j] * x[t - j], zero before the start: of the row, or, with `positions` (batch,
+    seq), of the document. x and y: (batch, seq, dim).
+    """
+    if positions is None:
+        padded = F.pad(x.transpose(1, 2), (KERNEL_SIZE - 1, 0))
+        return F.conv1d(padded, kernel.unsqueeze(1), groups=len(kernel)).transpose(1, 2)
+    padded = F.pad(x, (0, 0, KERNEL_SIZE - 1, 0))
+    y = x * kernel[:, -1]
+    for back in range(1, KERNEL_SIZE):
+        term = padded[:, KERNEL_SIZE - 1 - back : -back] * kernel[:, KERNEL_SIZE - 1 - back]
+        # Chosen, not multiplied by 0: an infinity stays in its document, and backward keeps nothing of term's size.
+        y = y + term.where((positions >= back).unsqueeze(-1), 0)
+    return y
