@@ -13,12 +13,14 @@ from titan_loom.config import load_config
 from titan_loom.errors import Interrupted, ReadError, UserError
 from titan_loom.preflight import is_finished, preflight
 from titan_loom.tools.logging import init_logger
+from titan_loom.training.signals import leave_with_launcher
 
 SECONDS_FOR_RANK_0 = 2.0
 
 
 def main() -> int:
     """Run the trainer that `sys.argv` describes; return the exit status."""
+    leave_with_launcher()
     try:
         config = load_config(sys.argv[1:])
         init_logger()

@@ -8,7 +8,7 @@ import gc
 import json
 import platform
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from titan_loom.distributed.fsdp import apply_fsdp, reshard_looped_blocks, set_l
 from titan_loom.distributed.init import materialize
 from titan_loom.distributed.process_group import (
     build_mesh,
+    check_same_on_all_ranks,
     first_error,
     from_rank0,
     init_process_group,
@@ -79,6 +80,7 @@ class Trainer:
         init_process_group(config.comm, self.device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.micro_batches = training.global_batch_size // (training.local_batch_size * self.world_size)
+        check_same_on_all_ranks(asdict(replace(config, job=replace(config.job, config_file=None))))
         self.stop = StopRequest()
         torch.use_deterministic_algorithms(config.debug.deterministic)
         gc.disable()
@@ -149,7 +151,8 @@ class Trainer:
             self.run_folder.clear(config)
         elif start is not None and not start.model_only:
             self.run_folder.set_aside_after(config, start.state["step"])
-        self.run_folder.write_config(config)
+        if start is None or start.model_only or start.state["step"] < self.num_steps:
+            self.run_folder.write_config(config)
         return fingerprint, listing, start
 
     def _build_model(self) -> None:

@@ -118,11 +118,16 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.05)
 
 
+def log_of(folder: Path, name: str) -> Path:
+    [file] = folder.glob(f"logs/*/{name}")
+    return file
+
+
 def test_rank_0_has_the_output_and_the_others_have_files(run, tmp_path):
     status, output, errors = run(*LAUNCH, "--nproc_per_node", "2", "-m", "worker", "done")
     assert (status, output, errors) == (0, "out of rank 0 of 2 terminal False\n", "")
-    assert (tmp_path / "logs" / "rank1.out").read_text() == "out of rank 1 of 2 terminal False\n"
-    assert (tmp_path / "logs" / "rank1.err").read_text() == ""
+    assert log_of(tmp_path, "rank1.out").read_text() == "out of rank 1 of 2 terminal False\n"
+    assert log_of(tmp_path, "rank1.err").read_text() == ""
 
 
 def test_log_rank_chooses_who_is_shown(run, tmp_path):
@@ -144,8 +149,9 @@ def test_a_shown_rank_keeps_the_terminal(start):
 def test_a_worker_that_raises_is_status_1_and_one_line(run, tmp_path):
     status, _, errors = run(*LAUNCH, "--nproc_per_node", "2", "-m", "worker", "raise")
     assert status == 1
-    assert errors == "error: rank 1 ended with exit status 1; its output is in logs/rank1.err\n"
-    assert "RuntimeError: boom" in (tmp_path / "logs" / "rank1.err").read_text()
+    log = log_of(tmp_path, "rank1.err")
+    assert errors == f"error: rank 1 ended with exit status 1; its output is in {log.relative_to(tmp_path)}\n"
+    assert "RuntimeError: boom" in log_of(tmp_path, "rank1.err").read_text()
 
 
 def test_a_worker_that_is_killed_is_status_1_and_one_line(run):
@@ -191,7 +197,7 @@ def test_two_launchers_are_two_nodes(start, tmp_path):
     nodes = [start(*LAUNCH, *options, "--node_rank", str(node), "-m", "worker", "done") for node in (1, 0)]
     results = [(*node.communicate(timeout=50), node.returncode) for node in nodes]
     assert results == [(f"out of rank {rank} of 4 terminal False\n", "", 0) for rank in (2, 0)]
-    assert sorted(file.name for file in (tmp_path / "logs").glob("*.out")) == ["rank1.out", "rank3.out"]
+    assert sorted(file.name for file in (tmp_path / "logs").glob("*/*.out")) == ["rank1.out", "rank3.out"]
 
 
 def test_a_port_that_is_taken_is_one_line(run):

@@ -117,6 +117,19 @@ def test_workers_leave_when_the_launcher_is_killed(tmp_path):
     assert list((tmp_path / "run" / "checkpoint").glob("step-*"))
 
 
+def test_a_worker_that_has_just_started_leaves_with_its_launcher(tmp_path):
+    """It once waited 300 seconds for the others to join."""
+    process = start(tmp_path, NGPU="2")
+    while len(workers := descendants(process.pid)) < 2:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "a worker outlived its launcher"
+        time.sleep(0.1)
+
+
 def descendants(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children] + [pid for child in children for pid in descendants(int(child))]

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 from argparse import Namespace
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 from titan_loom.errors import UserError
 
 SECONDS_TO_SAVE = 600
+SECONDS_FOR_OTHER_HOSTS = 30
 LINES_OF_LOG = 20
 
 
@@ -83,7 +85,8 @@ def run_workers(options: Namespace, log_folder: Path) -> int:
     logs = None
     if options.redirects == options.tee == "0" and options.logs_specs is None:
         shown = {int(rank) for rank in options.local_ranks_filter.split(",")}
-        logs = RankLogs(Path(options.log_dir or log_folder), shown)
+        # A folder for each start: another launcher must not cut the logs of a run that is still going.
+        logs = RankLogs(Path(options.log_dir or log_folder / time.strftime("%Y%m%d-%H%M%S")), shown)
         options.log_dir = os.devnull  # or torch would make a temporary folder
     config, command, arguments = config_from_args(Namespace(**vars(options) | {"nnodes": str(options.nnodes)}))
     config.logs_specs = logs or config.logs_specs
@@ -121,6 +124,7 @@ class RankLogs(LogsSpecs):
         logs = LogsDest(stdouts=terminal.copy(), stderrs=terminal.copy(), error_files=dict.fromkeys(envs, os.devnull))
         for local_rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = ""
+            env["LAUNCHER_PID"] = str(os.getpid())
             if local_rank in self._local_ranks_filter:
                 continue
             folder, rank = Path(self.root_log_dir), int(env["RANK"])
@@ -149,6 +153,14 @@ class Agent(LocalElasticAgent):
             workers.close(signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM, timeout)
         super()._shutdown()
 
+    def _exit_barrier(self) -> None:
+        # The wait for the other hosts is in C++, where no handler of Python's runs. The workers have ended, so that a
+        # signal may end this process at once.
+        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        self._exit_barrier_timeout = SECONDS_FOR_OTHER_HOSTS
+        super()._exit_barrier()
+
 
 def _report(failures: dict[int, ProcessFailure], files: dict[int, Path]) -> int:
     """Say in one line what ended the run; return the exit status."""
@@ -156,7 +168,7 @@ def _report(failures: dict[int, ProcessFailure], files: dict[int, Path]) -> int:
     rank, failure = min((mistakes or failures).items(), key=lambda item: item[1].timestamp)
     file = files.get(rank)
     if mistakes:
-        if file is not None:  # the rank's sentence; a shown rank has printed it
+        if all(rank in files for rank in mistakes):  # a shown rank would have printed the sentence
             print(
                 "".join(file.read_text(errors="replace").splitlines(keepends=True)[-LINES_OF_LOG:]),
                 end="",

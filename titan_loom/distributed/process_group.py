@@ -1,7 +1,9 @@
 """The process group: gloo on CPUs, gloo and NCCL on CUDA devices, one process or many by the same code."""
 
 import os
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,26 @@ def sum_over_ranks(values: list[int]) -> list[int]:
     tensor = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def check_same_on_all_ranks(config: dict[str, Any]) -> None:
+    """Raises UserError on every rank when a key of the nested table `config` has another value on another rank."""
+    mine, *others = (dict(_leaves(table)) for table in _gather(config))
+    for rank, theirs in enumerate(others, start=1):
+        for key in mine | theirs:
+            if mine.get(key) != theirs.get(key):
+                raise UserError(
+                    f"{key} is {mine.get(key)} on rank 0 and {theirs.get(key)} on rank {rank}; all processes of a run "
+                    "need the same configuration"
+                )
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def ranks_where(condition: bool) -> list[int]:
