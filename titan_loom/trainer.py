@@ -40,6 +40,7 @@ from titan_loom.distributed.process_group import (
     first_error,
     from_rank0,
     init_process_group,
+    leave_process_group,
     local_device,
     ranks_where,
     sum_over_ranks,
@@ -81,6 +82,7 @@ class Trainer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.micro_batches = training.global_batch_size // (training.local_batch_size * self.world_size)
         check_same_on_all_ranks(asdict(replace(config, job=replace(config.job, config_file=None))))
+        self.mesh = build_mesh(self.device)
         self.stop = StopRequest()
         torch.use_deterministic_algorithms(config.debug.deterministic)
         gc.disable()
@@ -162,7 +164,7 @@ class Trainer:
         check_expected_parameters(self.model, self.config.model.expected_parameters)
         apply_fsdp(
             self.model,
-            build_mesh(self.device),
+            self.mesh,
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         )
@@ -391,4 +393,5 @@ class Trainer:
         self.metrics.close()
         if self.run_folder is not None:
             self.run_folder.close()
-        dist.destroy_process_group()
+        self.model = self.optimizers = self.checkpoints = None
+        leave_process_group(self.mesh)

@@ -1,8 +1,11 @@
 """What ranks agree on before they train."""
 
+import os
+from pathlib import Path
+
 import pytest
 
-from tests import processes
+from tests import processes, runs
 from titan_loom.errors import UserError
 
 
@@ -34,3 +37,16 @@ def test_ranks_with_different_configurations_do_not_train_together(other, senten
     """They once did, each half of a matrix at its own learning rate."""
     found = processes.run(_check, 2, [{"training": {"steps": 3}, "debug": {"seed": 0}}, other])
     assert [message and message.startswith(sentence) for message in found] == [sentence and True] * 2
+
+
+def _threads_after_a_run(argv: list[str]) -> list[str]:
+    runs._train(argv)
+    return [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
+
+
+def test_the_threads_of_the_process_group_end_before_the_interpreter(tmp_path):
+    """One that outlived it aborted a process that had finished its run."""
+    (tmp_path / "small.toml").write_text(runs.SMALL)
+    argv = ["--job.config_file", str(tmp_path / "small.toml"), "--job.dump_folder", str(tmp_path / "run")]
+    for threads in processes.run(_threads_after_a_run, 2, [*argv, "--training.steps", "2"]):
+        assert not [name for name in threads if name.startswith("pt_gloo")]
