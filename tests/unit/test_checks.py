@@ -103,7 +103,7 @@ def test_an_infinite_norm_means_no_clipping():
         ({"metrics__save_tb_folder": "../x"}, ["metrics.save_tb_folder is '../x'"]),
         ({"metrics__save_tb_folder": "x\0"}, ["metrics.save_tb_folder is 'x\\x00'"]),
         *[
-            ({f"{key.replace('.', '__')}": name}, [f"{key} is {name!r}", "another name"])
+            ({key.replace(".", "__"): name}, [f"{key} is {name!r}", "another name"])
             for key in ("checkpoint.folder", "metrics.save_tb_folder")
             for name in ("metrics.jsonl", "./.lock", "config.toml", "logs/deeper")
         ],

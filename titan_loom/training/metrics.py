@@ -242,13 +242,29 @@ def _perplexity(ce_loss: float) -> float | None:
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Drop the lines after `step`, and one that a crash left half written; a rename, so that none is lost meanwhile."""
+    """Drop the lines after `step`, and one that a crash left half written; a rename, so that none is lost meanwhile.
+
+    Lines that no run has written are left out with a warning: a log is no reason to stop a run.
+    """
     if not path.exists():
         return
-    lines = path.read_text().split("\n")[:-1]
+    lines = path.read_bytes().split(b"\n")[:-1]
+    steps = [_step_of(line) for line in lines]
+    if damaged := steps.count(None):
+        logger.warning(f"{path}: left out {damaged} damaged line{'s' if damaged > 1 else ''} of {len(lines)}")
+    kept = [line + b"\n" for line, found in zip(lines, steps, strict=True) if found is not None and found <= step]
     aside = path.with_suffix(".jsonl.writing")
-    aside.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
+    aside.write_bytes(b"".join(kept))
     aside.rename(path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line of `metrics.jsonl`; None when it is damaged."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return row["step"] if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _progress_bar(total_steps: int, start_step: int) -> Progress | None:
