@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from titan_loom.config import Checkpoint, Job, JobConfig
-from titan_loom.errors import UserError
+from titan_loom.errors import RunError, UserError
 from titan_loom.training.run_folder import RunFolder, check_can_be_written
 
 
@@ -47,6 +47,13 @@ def test_a_file_in_place_of_the_checkpoints_is_found(tmp_path):
     (tmp_path / "saved").touch()
     with pytest.raises(UserError, match=r"checkpoint\.folder is 'saved'; it must be a folder"):
         check_can_be_written(run_in(tmp_path, "saved"))
+
+
+def test_a_configuration_that_cannot_be_written_is_one_sentence(tmp_path):
+    config = run_in(tmp_path)
+    (tmp_path / "config.toml").mkdir()
+    with pytest.raises(RunError, match=r"config\.toml could not be written: .*Is a directory"):
+        RunFolder(config).write_config(config)
 
 
 def test_a_check_makes_nothing(tmp_path):

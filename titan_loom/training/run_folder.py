@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_loom.config import JobConfig
 from titan_loom.config.loading import to_toml
-from titan_loom.errors import UserError
+from titan_loom.errors import RunError, UserError
 from titan_loom.tools.logging import logger
 from titan_loom.training import checkpoint_files
 
@@ -52,8 +52,11 @@ class RunFolder:
         checkpoint_files.remove_leftovers(checkpoint_files.checkpoint_folder(config))
 
     def write_config(self, config: JobConfig) -> None:
-        """Write the effective configuration, which can be run again as it is."""
-        (self.path / "config.toml").write_text(to_toml(config))
+        """Write the effective configuration, which can be run again as it is. Raises RunError when the disk is full."""
+        try:
+            (self.path / "config.toml").write_text(to_toml(config))
+        except OSError as error:
+            raise RunError(f"{self.path / 'config.toml'} could not be written: {error}") from error
 
     def clear(self, config: JobConfig) -> None:
         """Delete what an earlier run left, as `[job] overwrite` allows."""
