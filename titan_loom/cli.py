@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 from titan_loom.config import load_config
-from titan_loom.errors import ReadError, UserError
+from titan_loom.errors import RunError, UserError
 from titan_loom.tools.logging import init_logger
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except ReadError as error:
+    except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

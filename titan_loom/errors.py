@@ -12,9 +12,12 @@ class Interrupted(Exception):
     """The run was stopped by a signal after saving; the text says which signal and what was saved."""
 
 
-class ReadError(RuntimeError):
-    """A source cannot be read any further, through no mistake of the user's: ends the run with status 1 and this one
-    sentence."""
+class RunError(RuntimeError):
+    """What ends a run through no mistake of the user's: one sentence, printed without a traceback, and status 1."""
+
+
+class ReadError(RunError):
+    """A source cannot be read any further."""
 
     def __init__(self, source: str, part: str, reason: str, row: int | None = None):
         super().__init__(source, part, reason, row)

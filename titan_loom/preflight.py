@@ -12,7 +12,8 @@ from titan_loom.errors import UserError
 
 
 def preflight(config: JobConfig, world_size: int) -> None:
-    """Check the configuration, the model's arguments, the tokenizer, the sources and the checkpoint to start from.
+    """Check the configuration, the model's arguments, the tokenizer, the sources, the run's folder and the checkpoint
+    to start from.
 
     Raises:
         UserError: the first mistake, in one sentence.
@@ -34,6 +35,7 @@ def preflight(config: JobConfig, world_size: int) -> None:
     from titan_loom.data.sources import is_on_hub, list_sources
     from titan_loom.data.tokenizer import check_tokenizer, load_tokenizer
     from titan_loom.training.checkpoint_files import find_start
+    from titan_loom.training.run_folder import check_can_be_written
 
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     check_tokenizer(tokenizer, args.vocab_size)
@@ -45,6 +47,7 @@ def preflight(config: JobConfig, world_size: int) -> None:
     fingerprint = None
     if len(listing) == len(config.data.sources):
         fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, tokenizer, listing)
+    check_can_be_written(config)
     find_start(config, asdict(args), fingerprint)
 
 

@@ -1,6 +1,6 @@
 """The entry point of every worker: `python -m titan_loom.train --job.config_file X`, alone or under a launcher.
 
-Exit status: 0 done, 2 the user's mistake (one sentence on stderr), else 1.
+Exit status: 0 done, 2 the user's mistake, else 1. Whatever is a UserError or a RunError is one sentence on stderr.
 """
 
 import os
@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 
 from titan_loom.config import load_config
-from titan_loom.errors import Interrupted, ReadError, UserError
+from titan_loom.errors import Interrupted, RunError, UserError
 from titan_loom.preflight import is_finished, preflight
 from titan_loom.tools.logging import init_logger
 from titan_loom.training.signals import leave_with_launcher
@@ -32,14 +32,10 @@ def main() -> int:
 
         with closing(Trainer(config)) as trainer:
             trainer.train()
-    except UserError as error:
+    except (UserError, RunError) as error:
         _wait_for_rank_0()
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ReadError as error:
-        _wait_for_rank_0()
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     except Interrupted as stop:
         if os.environ.get("RANK", "0") == "0":
             print(stop, file=sys.stderr)

@@ -46,7 +46,7 @@ from titan_loom.distributed.process_group import (
     sum_over_ranks,
     tighten_timeout,
 )
-from titan_loom.errors import Interrupted, ReadError, UserError
+from titan_loom.errors import Interrupted, ReadError, RunError, UserError
 from titan_loom.models import build_model, model_args
 from titan_loom.models.layers.document_mask import documents_of
 from titan_loom.optim.groups import assign_groups
@@ -108,9 +108,9 @@ class Trainer:
             self.checkpoints.load(start)
             if not start.model_only:
                 self._restore(start.state)
+        from_rank0(self._claim_run_folder)
 
         self.last_saved = self.step
-
         self.loader = LaneLoader(
             config.data,
             training.dataloader,
@@ -140,7 +140,7 @@ class Trainer:
 
     def _open_run_folder(self) -> tuple[dict[str, Any], dict[str, Parts], checkpoint_files.Start | None]:
         """On rank 0: take the folder and decide, now that nobody else writes to it, what to continue from; list the
-        sources for all ranks, at the commits of the run that is continued."""
+        sources for all ranks, at the commits of the run that is continued. Nothing is changed yet."""
         config = self.config
         self.run_folder = RunFolder(config)
         start = checkpoint_files.find_start(config, asdict(self.args))
@@ -149,13 +149,16 @@ class Trainer:
         listing = list_sources(config.data, commits)
         fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, self.tokenizer, listing)
         checkpoint_files.check_same_data(start, fingerprint)
-        if not config.checkpoint.resume and config.job.overwrite:
-            self.run_folder.clear(config)
-        elif start is not None and not start.model_only:
-            self.run_folder.set_aside_after(config, start.state["step"])
-        if start is None or start.model_only or start.state["step"] < self.num_steps:
-            self.run_folder.write_config(config)
         return fingerprint, listing, start
+
+    def _claim_run_folder(self) -> None:
+        """On rank 0, once what the run starts from is loaded and nothing can be lost: make the folder this run's."""
+        if not self.config.checkpoint.resume and self.config.job.overwrite:
+            self.run_folder.clear(self.config)
+        else:
+            self.run_folder.set_aside_after(self.config, self.step)
+        if self.step < self.num_steps:
+            self.run_folder.write_config(self.config)
 
     def _build_model(self) -> None:
         training = self.config.training
@@ -212,7 +215,8 @@ class Trainer:
         Raises:
             Interrupted: asked to stop by a signal; the step that was running has been finished and saved.
             UserError, ReadError: a source cannot be read any further; what was trained so far has been saved.
-            RuntimeError: a loss is not finite, a checkpoint could not be written, a data worker died.
+            RunError: a loss is not finite, or a checkpoint or the metrics could not be written.
+            RuntimeError: a data worker died.
         """
         logger.info(f"Training starts at step {self.step + 1}")
         first_step = self.step + 1
@@ -229,7 +233,7 @@ class Trainer:
                 tighten_timeout(self.config.comm, self.device)
             # The first step of a process warms up and compiles: its time is nobody else's.
             if self.step == first_step or self.metrics.should_flush(self.step):
-                self.metrics.flush()
+                self.flush_metrics()
             if self.should_save(stopping):
                 self.save()
             if stopping:
@@ -348,6 +352,13 @@ class Trainer:
         dist.all_gather_object(digests, batch_digests(batch))
         return combine_digests([digest for rank in digests for digest in rank])
 
+    def flush_metrics(self) -> None:
+        """Write out the metrics, and stop when they show that training has failed."""
+        failed_step = self.metrics.flush()
+        if failed_step is not None:
+            newest = f"the newest checkpoint is of step {self.last_saved}" if self.last_saved else "nothing was saved"
+            raise RunError(f"the loss or the gradient norm of step {failed_step} is not finite; {newest}")
+
     def should_save(self, stopping: bool) -> bool:
         checkpoint = self.config.checkpoint
         due = stopping or self.step == self.num_steps or self.step % checkpoint.interval == 0
@@ -355,7 +366,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save everything that the next step depends on."""
-        self.metrics.flush()
+        self.flush_metrics()
         self.metrics.sync()
         self.checkpoints.save(self.step, self._state())
         self.last_saved = self.step

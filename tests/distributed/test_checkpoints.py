@@ -3,11 +3,31 @@
 import json
 import os
 import pickle
+import re
+import resource
+import shutil
 
 import pytest
 
 from tests import processes, runs
-from titan_loom.errors import UserError
+from titan_loom.errors import RunError, UserError
+from titan_loom.training.checkpoint_files import checksum, read_state, write_state
+
+
+def start(folder, *overrides: str) -> list[str]:
+    """The arguments that continue the run in `folder`."""
+    return ["--job.config_file", str(folder / "small.toml"), "--job.dump_folder", str(folder / "run"), *overrides]
+
+
+def _sentence(argv: list[str]) -> str | None:
+    """What a start is refused with."""
+    from titan_loom.config.loading import load_config
+    from titan_loom.trainer import Trainer
+
+    try:
+        Trainer(load_config(argv)).close()
+    except UserError as error:
+        return str(error)
 
 
 def complete(folder) -> list[int]:
@@ -70,42 +90,131 @@ def test_a_planted_pickle_is_refused_and_not_run(tmp_path, monkeypatch):
     runs.train(tmp_path, "--training.steps", "2")
     path = tmp_path / "run" / "checkpoint" / "step-2"
     (path / ".metadata").write_bytes(pickle.dumps(_Malicious()))
+    state = read_state(path, "")
+    state["files"][".metadata"] = checksum(path / ".metadata")  # whoever plants it can add it up as well
+    write_state(path, state)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(AssertionError, match="has no place in a checkpoint of tensors"):
-        runs.train(tmp_path, "--training.steps", "3")
+    for sentence in processes.run(_sentence, 2, start(tmp_path, "--training.steps", "3")):
+        assert f"{path} is damaged" in sentence and "has no place in a checkpoint of tensors" in sentence
     assert not (tmp_path / "planted").exists()
 
 
-def _train_on_a_full_disk(argv: list[str], full_on: str) -> str:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two processes with checkpoints of the steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("finished")
+    runs.train(folder, "--checkpoint.interval", "2", "--training.steps", "6", world_size=2)
+    return folder
+
+
+def _invert_bytes(path):
+    contents = path.read_bytes()
+    path.write_bytes(contents[:9000] + bytes(255 - byte for byte in contents[9000:9200]) + contents[9200:])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "what"),
+    [
+        ("__0_0.distcp", _invert_bytes, "has other contents than were written"),
+        ("__1_0.distcp", lambda path: os.truncate(path, 5000), "has 5000 bytes instead of"),
+        ("__1_0.distcp", lambda path: path.unlink(), "cannot be read: No such file or directory"),
+        (".metadata", lambda path: os.truncate(path, 0), "has 0 bytes instead of"),
+    ],
+)
+def test_a_damaged_file_is_one_sentence_with_a_way_on(finished, tmp_path, file, damage, what):
+    """Inverted bytes were once loaded as weights, and a missing file was a traceback."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "run" / "checkpoint" / "step-6"
+    damage(path / file)
+    expected = f"checkpoint {path} is damaged, {file} {what}.*: continue .* with --checkpoint.load_step 4"
+    for sentence in processes.run(_sentence, 2, start(tmp_path, "--training.steps", "7")):
+        assert re.fullmatch(expected, sentence)
+    assert complete(tmp_path) == [2, 4, 6]
+    assert processes.run(_sentence, 1, start(tmp_path, "--checkpoint.load_step", "4")) == [None]
+
+
+def test_nothing_is_set_aside_or_deleted_for_a_checkpoint_that_cannot_be_read(finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "run" / "checkpoint"
+    _invert_bytes(folder / "step-2" / "__0_0.distcp")
+    before = (tmp_path / "run" / "config.toml").read_text()
+    sentences = processes.run(_sentence, 1, start(tmp_path, "--checkpoint.load_step", "2"))
+    assert sentences[0].endswith("there is no older one, so start again in another job.dump_folder")
+    afresh = ["--checkpoint.resume", "false", "--job.overwrite", "true"]
+    weights = ["--checkpoint.initial_load_path", str(folder / "step-2")]
+    sentences = processes.run(_sentence, 1, start(tmp_path, *afresh, *weights))
+    assert sentences[0].endswith("choose another checkpoint.initial_load_path")
+    assert complete(tmp_path) == [2, 4, 6]
+    assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+def _failure(argv: list[str], prepare, *args) -> str | None:
+    """What ends a run after `prepare(trainer, *args)`."""
     from titan_loom.config.loading import load_config
     from titan_loom.trainer import Trainer
-    from titan_loom.training import checkpoint
-
-    def full_disk(*args, **kwargs):
-        raise OSError(28, "No space left on device")
 
     trainer = Trainer(load_config(argv))
-    if full_on == "rank 0's state":
-        checkpoint._fsync_folder = full_disk
-    elif trainer.rank == 1:
-        checkpoint.dcp.FileSystemWriter.write_data = full_disk
+    prepare(trainer, *args)
     try:
         trainer.train()
-    except RuntimeError as error:
+    except RunError as error:
         return str(error)
     finally:
         trainer.close()
 
 
-@pytest.mark.parametrize("full_on", ["rank 0's state", "rank 1's tensors"])
-def test_a_full_disk_leaves_what_was_there(tmp_path, full_on):
+def _fill_disk(trainer, where: str) -> None:
+    from titan_loom.training import checkpoint
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    if where == "rank 0's folder":
+        checkpoint._make_empty = full_disk
+    elif where == "rank 0's state":
+        checkpoint._fsync_folder = full_disk
+    elif where == "rank 0's metrics":
+        trainer.metrics._report_window = full_disk
+    elif trainer.rank == 1:
+        checkpoint.dcp.FileSystemWriter.write_data = full_disk
+
+
+@pytest.mark.parametrize("where", ["rank 0's folder", "rank 0's state", "rank 0's metrics", "rank 1's tensors"])
+def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(tmp_path, where):
     runs.train(tmp_path, "--training.steps", "5")
-    argv = ["--job.config_file", str(tmp_path / "small.toml"), "--job.dump_folder", str(tmp_path / "run")]
-    messages = processes.run(_train_on_a_full_disk, 2, [*argv, "--training.steps", "10"], full_on)
-    assert all("No space left on device" in message for message in messages)
+    for message in processes.run(_failure, 2, start(tmp_path, "--training.steps", "10"), _fill_disk, where):
+        assert re.fullmatch(r".* could not be written.*: \[Errno 28\] No space left on device", message)
     assert complete(tmp_path) == [5]
     assert not list((tmp_path / "run" / "checkpoint").glob(".step-*"))
     assert runs.train(tmp_path, "--training.steps", "10")[-1]["step"] == 10
+
+
+def _limit_file_size(trainer) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+
+
+def test_what_the_system_said_is_the_reason_and_not_what_torch_made_of_it(tmp_path):
+    runs.train(tmp_path, "--training.steps", "2")
+    messages = processes.run(_failure, 1, start(tmp_path, "--training.steps", "4"), _limit_file_size)
+    assert messages[0].endswith("step-4 could not be written: [Errno 27] File too large")
+
+
+def _spoil_weights(trainer) -> None:
+    import torch
+
+    with torch.no_grad():
+        next(trainer.model.parameters()).fill_(float("nan"))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_says_what_is_left(tmp_path):
+    runs.train(tmp_path, "--training.steps", "2")
+    sentence = "the loss or the gradient norm of step {} is not finite; {}"
+    messages = processes.run(_failure, 2, start(tmp_path, "--training.steps", "4"), _spoil_weights)
+    assert messages == [sentence.format(3, "the newest checkpoint is of step 2")] * 2
+    unsaved = ["--job.dump_folder", str(tmp_path / "unsaved"), "--checkpoint.enable", "false"]
+    messages = processes.run(_failure, 1, start(tmp_path, *unsaved), _spoil_weights)
+    assert messages == [sentence.format(1, "nothing was saved")]
+    assert complete(tmp_path) == [2]
 
 
 def test_another_model_and_other_data_are_refused(tmp_path):

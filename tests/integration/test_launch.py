@@ -47,14 +47,18 @@ if mode != "done":
 # The entry point with a trainer that needs no model.
 TRAINER = """
 import os, sys, types
-from titan_loom.errors import Interrupted, UserError
+from titan_loom.errors import Interrupted, RunError, UserError
 
 class Trainer:
     def __init__(self, config):
         self.mode = config.job.description
     def train(self):
         print("training on rank", os.environ.get("RANK", "alone"))
-        errors = {"mistake": UserError("a sentence"), "stopped": Interrupted("stopped by SIGTERM after step 3")}
+        errors = {
+            "mistake": UserError("a sentence"),
+            "failed": RunError("a full disk"),
+            "stopped": Interrupted("stopped by SIGTERM after step 3"),
+        }
         if self.mode == "crash":
             raise RuntimeError("boom")
         if self.mode in errors:
@@ -224,7 +228,12 @@ STAND_IN = ["-m", "stand_in", "--job.config_file", "run.toml", "--job.descriptio
 
 @pytest.mark.parametrize(
     ("mode", "status", "errors"),
-    [("done", 0, ""), ("mistake", 2, "error: a sentence\n"), ("stopped", 1, "stopped by SIGTERM after step 3\n")],
+    [
+        ("done", 0, ""),
+        ("mistake", 2, "error: a sentence\n"),
+        ("failed", 1, "error: a full disk\n"),
+        ("stopped", 1, "stopped by SIGTERM after step 3\n"),
+    ],
 )
 def test_the_entry_point_turns_what_the_trainer_raises_into_a_status(run, mode, status, errors):
     assert run(sys.executable, *STAND_IN, mode) == (status, "training on rank alone\nclosed\n", errors)

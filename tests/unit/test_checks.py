@@ -101,6 +101,15 @@ def test_an_infinite_norm_means_no_clipping():
         ({"checkpoint__folder": "/tmp/x"}, ["checkpoint.folder is '/tmp/x'", "inside job.dump_folder"]),
         ({"checkpoint__folder": ""}, ["checkpoint.folder is ''"]),
         ({"metrics__save_tb_folder": "../x"}, ["metrics.save_tb_folder is '../x'"]),
+        ({"metrics__save_tb_folder": "x\0"}, ["metrics.save_tb_folder is 'x\\x00'"]),
+        *[
+            ({key.replace(".", "__"): name}, [f"{key} is {name!r}", "another name"])
+            for key in ("checkpoint.folder", "metrics.save_tb_folder")
+            for name in ("metrics.jsonl", "./.lock", "config.toml", "logs/deeper")
+        ],
+        ({"checkpoint__folder": "tb"}, ["checkpoint.folder is 'tb'", "metrics.save_tb_folder is 'tb'"]),
+        ({"checkpoint__folder": "tb/x"}, ["checkpoint.folder is 'tb/x'", "neither may be in the other"]),
+        ({"metrics__save_tb_folder": "checkpoint/tb"}, ["metrics.save_tb_folder is 'checkpoint/tb'"]),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(words, parts):

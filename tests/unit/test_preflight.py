@@ -11,6 +11,7 @@ from titan_loom.data import tokenizer
 from titan_loom.errors import UserError
 from titan_loom.models import model_args
 from titan_loom.preflight import preflight
+from titan_loom.training.checkpoint_files import write_state
 
 FILE = """
 [data]
@@ -63,6 +64,7 @@ def test_a_good_run_passes_with_any_number_of_processes_that_divides(sentence):
         (["--data.sources.prose.path", "nowhere"], ["data.sources.prose.path", "nowhere"]),
         (["--data.sources.prose.format", "csv"], ["data.sources.prose.format", "csv", "text"]),
         (["--checkpoint.load_step", "7"], ["checkpoint.load_step is 7"]),
+        (["--job.dump_folder", "/dev/null/run"], ["job.dump_folder is '/dev/null/run'", "/dev/null is no folder"]),
     ],
 )
 def test_every_mistake_that_needs_no_tensor_is_found(sentence, argv, parts):
@@ -91,7 +93,7 @@ def test_a_checkpoint_of_another_model_is_found(sentence, tmp_path):
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()
     args = asdict(model_args(config.model)) | {"dim": 1}
-    (folder / "train_state.json").write_text(json.dumps({"model": {"name": "nanocoder", "args": args}, "data": {}}))
+    write_state(folder, {"step": 3, "model": {"name": "nanocoder", "args": args}, "data": {}})
     found = sentence()
     assert "model.args.dim" in found and "step-3" in found
 

@@ -62,6 +62,8 @@ PERCENTAGES = ["data.holdout_percent"]
 FRACTIONS = ["lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"]
 BELOW_ONE = ["optimizer.beta1", "optimizer.beta2", "optimizer.muon.momentum"]
 UNLIMITED = ["training.max_norm"]  # inf: no clipping
+RUN_FILES = [".lock", "config.toml", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
+"""What else a run keeps in `job.dump_folder`."""
 
 
 def check(config: JobConfig, world_size: int) -> None:
@@ -83,6 +85,7 @@ def check(config: JobConfig, world_size: int) -> None:
     _check_checkpoint(config.checkpoint)
     _check_folder("checkpoint.folder", config.checkpoint.folder)
     _check_folder("metrics.save_tb_folder", config.metrics.save_tb_folder)
+    _check_apart(config.checkpoint.folder, config.metrics.save_tb_folder)
 
 
 def value_of(config: JobConfig, key: str) -> Any:
@@ -234,8 +237,21 @@ def _check_checkpoint(checkpoint: Checkpoint) -> None:
 
 def _check_folder(key: str, folder: str) -> None:
     path = PurePath(folder)
-    if path == PurePath() or path.is_absolute() or ".." in path.parts:
+    if path == PurePath() or path.is_absolute() or ".." in path.parts or "\0" in folder:
         raise UserError(f"{key} is {folder!r}; it must name a folder inside job.dump_folder")
+    if path.parts[0] in RUN_FILES:
+        raise UserError(
+            f"{key} is {folder!r}; it must be another name than what the run keeps beside it: {', '.join(RUN_FILES)}"
+        )
+
+
+def _check_apart(checkpoints: str, tensorboard: str) -> None:
+    one, other = PurePath(checkpoints), PurePath(tensorboard)
+    if one.is_relative_to(other) or other.is_relative_to(one):
+        raise UserError(
+            f"checkpoint.folder is {checkpoints!r} and metrics.save_tb_folder is {tensorboard!r}; neither may be in "
+            "the other"
+        )
 
 
 def _processes(world_size: int) -> str:

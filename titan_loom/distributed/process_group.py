@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_loom.config.job_config import Comm
-from titan_loom.errors import ReadError, UserError
+from titan_loom.errors import RunError, UserError
 
 
 def local_device() -> torch.device:
@@ -88,7 +88,7 @@ def ranks_where(condition: bool) -> list[int]:
 
 def first_error(error: Exception | None) -> Exception:
     """What to raise on every rank when at least one has an error: its own here, elsewhere the first rank's."""
-    portable = error if isinstance(error, UserError | ReadError) else error and RuntimeError(repr(error))
+    portable = error if isinstance(error, UserError | RunError) else error and RuntimeError(repr(error))
     errors = _gather(portable)
     return error or next(error for error in errors if error is not None)
 

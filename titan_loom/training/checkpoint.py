@@ -1,11 +1,11 @@
 """Saving and loading checkpoints: tensors through DCP, everything else as JSON beside them.
 
 A checkpoint is written under a hidden name and renamed when every rank has finished and the files are on disk, so it
-exists completely or not at all. It can be read by any number of processes.
+exists completely or not at all. It can be read by any number of processes, which check every file first.
 """
 
-import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_loom.config import job_config
 from titan_loom.distributed.process_group import from_rank0
+from titan_loom.errors import RunError
 from titan_loom.optim.optimizers import Optimizers
 from titan_loom.tools.logging import logger
 from titan_loom.training import checkpoint_files
 from titan_loom.training.dcp_reader import TensorReader
+from titan_loom.training.dcp_writer import TensorWriter
+
+OPTIMIZER = "optimizer."
 
 
 class CheckpointManager:
@@ -42,38 +46,48 @@ class CheckpointManager:
         """Save step `step` with `state`, plain data that JSON can hold. Called by all ranks together.
 
         Raises:
-            RuntimeError: on every rank, when any rank could not write; what was saved before is untouched.
+            RunError: on every rank, when any rank could not write; what was saved before is untouched.
         """
         path = self.folder / f"step-{step}"
         aside = self.folder / f".{path.name}.writing"
-        from_rank0(_make_empty, aside)
         try:
-            dcp.save(self._tensors(), storage_writer=dcp.FileSystemWriter(aside, sync_files=True))
-            from_rank0(_finish, aside, path, state)
+            from_rank0(_make_empty, aside)
+            writer = TensorWriter(aside)
+            dcp.save(self._tensors(), storage_writer=writer)
+            files = {name: file for files in _gather(writer.checksums) for name, file in files.items()}
+            from_rank0(_finish, aside, path, state | {"files": files})
         except (CheckpointException, OSError) as error:  # CheckpointException is not an Exception
             if dist.get_rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise RuntimeError(f"checkpoint {path} could not be written: {error}") from error
+            raise RunError(f"checkpoint {path} could not be written: {_reason(error)}") from error
         logger.info(f"Saved checkpoint {path}")
         from_rank0(self._remove_old)
 
     def load(self, start: checkpoint_files.Start) -> None:
-        """Fill the model, and unless `start.model_only` the optimizers, from a checkpoint of any number of ranks."""
+        """Fill the model, and unless `start.model_only` the optimizers, from a checkpoint of any number of ranks.
+
+        Raises:
+            UserError: on every rank, when a file is not what was written, or is no checkpoint of tensors.
+        """
+        if damage := next(filter(None, _gather(_damage(start))), None):
+            raise checkpoint_files.damaged(start.path, damage, start.way_on)
         reader = TensorReader(start.path)
         tensors = {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
-        if not start.model_only:
-            saved = reader.read_metadata().state_dict_metadata
-            prefix = "optimizer."
-            shapes = {key.removeprefix(prefix): entry.size for key, entry in saved.items() if key.startswith(prefix)}
-            tensors |= {prefix + key: tensor for key, tensor in self.optimizers.prepare_states(shapes).items()}
-        with torch.no_grad():
-            dcp.load(tensors, storage_reader=reader)
+        try:
+            if not start.model_only:
+                shapes = from_rank0(_optimizer_shapes, reader)
+                states = self.optimizers.prepare_states(shapes)
+                tensors |= {OPTIMIZER + key: tensor for key, tensor in states.items()}
+            with torch.no_grad():
+                dcp.load(tensors, storage_reader=reader)
+        except (CheckpointException, pickle.UnpicklingError, OSError) as error:
+            raise checkpoint_files.damaged(start.path, _reason(error), start.way_on) from error
         what = "weights only" if start.model_only else "weights and optimizers"
         logger.info(f"Loaded checkpoint {start.path} ({what})")
 
     def _tensors(self) -> dict[str, Tensor]:
         model = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
-        return model | {f"optimizer.{key}": tensor for key, tensor in self.optimizers.named_states().items()}
+        return model | {OPTIMIZER + key: tensor for key, tensor in self.optimizers.named_states().items()}
 
     def _remove_old(self) -> None:
         if self.config.keep_latest_k:
@@ -88,10 +102,7 @@ def _make_empty(path: Path) -> None:
 
 def _finish(aside: Path, path: Path, state: dict[str, Any]) -> None:
     """Complete the checkpoint in `aside` and give it its name, durably."""
-    with open(aside / checkpoint_files.STATE_FILE, "w") as file:
-        json.dump(state, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    checkpoint_files.write_state(aside, state)
     _fsync_folder(aside)
     if path.exists():  # the same step again, after a resume from an older one
         checkpoint_files.remove(path)
@@ -105,3 +116,29 @@ def _fsync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _damage(start: checkpoint_files.Start) -> str | None:
+    """What is wrong with this rank's share of the checkpoint's files: each is read by one rank."""
+    files = start.state["files"]
+    share = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+    return next(filter(None, (checkpoint_files.find_damage(start.path / name, files[name]) for name in share)), None)
+
+
+def _optimizer_shapes(reader: TensorReader) -> dict[str, torch.Size]:
+    saved = reader.read_metadata().state_dict_metadata
+    return {key.removeprefix(OPTIMIZER): entry.size for key, entry in saved.items() if key.startswith(OPTIMIZER)}
+
+
+def _reason(error: BaseException) -> str:
+    """In one line, what was behind a failure; of a failure of several ranks, the first rank's."""
+    if isinstance(error, CheckpointException):
+        error, _ = error.failures[min(error.failures)]
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _gather(value: Any) -> list[Any]:
+    """Every rank's `value`, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,10 +1,13 @@
 """Checkpoint folders on disk, without torch: which are complete, which one a start continues from, what they say.
 
 A checkpoint is a folder `step-N` with DCP's `.metadata` (tensors) and `train_state.json` (everything else). It is
-written under another name and renamed when it is whole, so a folder of that name is a checkpoint that can be loaded.
+written under another name and renamed when it is whole. What a disk does to it later is found by checksums: those of
+all files are in `train_state.json`, which begins with its own.
 """
 
+import hashlib
 import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from titan_loom.config import JobConfig
 from titan_loom.errors import UserError
 
 STATE_FILE = "train_state.json"
-STEP_FOLDER = re.compile(r"step-(\d+)")
+STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 def checkpoint_folder(config: JobConfig) -> Path:
@@ -34,12 +37,53 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match, path in matches if match and is_complete(path))
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """What `train_state.json` of the checkpoint at `path` holds. Raises UserError when it cannot be read."""
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write `state`, plain data, to `train_state.json` of the checkpoint at `path`, durably and with its checksum."""
+    with open(path / STATE_FILE, "w") as file:
+        json.dump({"sha256": _state_sha256(state), **state}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_state(path: Path, way_on: str) -> dict[str, Any]:
+    """What `write_state` wrote to the checkpoint at `path`.
+
+    Raises UserError, which ends in `way_on`, when that is not what is there, or when a `step-N` is of another step.
+    """
     try:
-        return json.loads((path / STATE_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {path} has no readable {STATE_FILE}: {error}") from error
+        state = json.loads((path / STATE_FILE).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(path, f"{STATE_FILE} cannot be read: {error}", way_on) from error
+    if not isinstance(state, dict) or state.pop("sha256", None) != _state_sha256(state):
+        raise damaged(path, f"{STATE_FILE} is not as it was written", way_on)
+    if path.name != f"step-{state['step']}" and STEP_FOLDER.fullmatch(path.name):
+        raise damaged(path, f"{STATE_FILE} is of step {state['step']}", way_on)
+    return state
+
+
+def _state_sha256(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def checksum(path: Path) -> dict[str, int | str]:
+    """Size and sha256 of a file, as `train_state.json` keeps them."""
+    with open(path, "rb") as file:
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def find_damage(path: Path, expected: dict[str, int | str]) -> str | None:
+    """What is wrong with the file at `path`, whose checksum was `expected`; None when nothing is."""
+    try:
+        size = path.stat().st_size
+        if size != expected["size"]:
+            return f"{path.name} has {size} bytes instead of {expected['size']}"
+        return None if checksum(path) == expected else f"{path.name} has other contents than were written"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+
+
+def damaged(path: Path, what: str, way_on: str) -> UserError:
+    return UserError(f"checkpoint {path} is damaged, {what}: {way_on}")
 
 
 def finished_step(config: JobConfig) -> int | None:
@@ -83,6 +127,8 @@ class Start:
     state: dict[str, Any]
     model_only: bool
     """Take only the weights: a new run that begins at step 0."""
+    way_on: str
+    """What the user can do when this checkpoint turns out to be damaged."""
 
 
 def find_start(
@@ -96,7 +142,8 @@ def find_start(
             `check_same_data`.
 
     Raises:
-        UserError: the checkpoint that was asked for is not there, or belongs to another model or other data.
+        UserError: the checkpoint that was asked for is not there, is damaged, or belongs to another model or other
+            data.
     """
     checkpoint, folder = config.checkpoint, checkpoint_folder(config)
     steps = complete_steps(folder)
@@ -112,7 +159,13 @@ def find_start(
         raise UserError(f"checkpoint.load_step is {checkpoint.load_step} but the steps in {folder} are: {there}")
     if steps:
         step = steps[-1] if checkpoint.load_step == -1 else checkpoint.load_step
-        start = Start(folder / f"step-{step}", read_state(folder / f"step-{step}"), model_only=False)
+        path, model_only = folder / f"step-{step}", False
+        older = [other for other in steps if other < step]
+        way_on = (
+            f"continue from an older one with --checkpoint.load_step {older[-1]}"
+            if older
+            else "there is no older one, so start again in another job.dump_folder"
+        )
     elif checkpoint.initial_load_path is not None:
         path = Path(checkpoint.initial_load_path)
         if not is_complete(path):
@@ -120,9 +173,11 @@ def find_start(
                 f"checkpoint.initial_load_path is {str(path)!r}, which is not a complete checkpoint (a `step-N` "
                 f"folder with .metadata and {STATE_FILE})"
             )
-        start = Start(path, read_state(path), model_only=checkpoint.initial_load_model_only)
+        model_only = checkpoint.initial_load_model_only
+        way_on = "choose another checkpoint.initial_load_path"
     else:
         return None
+    start = Start(path, read_state(path, way_on), model_only, way_on)
     _check_same_model(start, config.model.name, model_args)
     if data_fingerprint is not None:
         check_same_data(start, data_fingerprint)

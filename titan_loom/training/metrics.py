@@ -8,6 +8,8 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from titan_loom.config import job_config
+from titan_loom.distributed.process_group import from_rank0
+from titan_loom.errors import RunError
 from titan_loom.tools.device import peak_flops, peak_memory
 from titan_loom.tools.logging import logger
 
@@ -69,6 +73,7 @@ class MetricsProcessor:
         num_loops: int,
     ):
         self.config = config
+        self.folder = folder
         self.device = device
         self.source_names = source_names
         self.total_steps = total_steps
@@ -79,15 +84,7 @@ class MetricsProcessor:
         self.seconds_per_step: float | None = None
         self.is_writer = dist.get_rank() == 0
         self.progress = None
-        if self.is_writer:
-            _cut_back(folder / "metrics.jsonl", start_step)
-            self.file = open(folder / "metrics.jsonl", "a")
-            self.tensorboard = None
-            if config.enable_tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-                self.tensorboard = SummaryWriter(folder / config.save_tb_folder, purge_step=start_step + 1)
-            self.progress = _progress_bar(total_steps, start_step)
+        from_rank0(self._open, start_step)
         peak = f"{self.peak_flops:.3e}" if self.peak_flops else "unknown for this device, so mfu is n/a"
         logger.info(f"Peak FLOPS used for computing MFU: {peak}")
         self.reset_clock()
@@ -104,14 +101,17 @@ class MetricsProcessor:
     def should_flush(self, step: int) -> bool:
         return step % self.config.log_freq == 0 or step == self.total_steps
 
-    def flush(self) -> None:
+    def flush(self) -> int | None:
         """Write out what was recorded. Called by all ranks together.
 
+        Returns:
+            The first of these steps whose loss or gradient norm is not finite, on every rank; None when there is none.
+
         Raises:
-            RuntimeError: on every rank, when a loss or a gradient norm is not finite.
+            RunError: on every rank, when rank 0 cannot write.
         """
         if not self.records:
-            return
+            return None
         sums = _sum_in_rank_order(torch.stack([record.sums for record in self.records]))
         grad_norms = torch.stack([record.grad_norm for record in self.records]).tolist()
         seconds = time.perf_counter() - self.window_start
@@ -119,31 +119,50 @@ class MetricsProcessor:
         tokens = sum(sum(record.source_counts) for record in self.records)
         tps = tokens / seconds / dist.get_world_size()
         rows = [self._row(record, sums[i].tolist(), grad_norms[i], tps) for i, record in enumerate(self.records)]
-        if self.is_writer:
-            self.file.writelines(json.dumps(row) + "\n" for row in rows)
-            self.file.flush()
-            self._report_window(rows, sums.sum(0).tolist(), tokens, tps, seconds)
+        from_rank0(self._write, rows, sums.sum(0).tolist(), tokens, tps, seconds)
         self.records.clear()
         self.reset_clock()
-        for row in rows:
-            if row["loss"] is None or row["grad_norm"] is None:
-                raise RuntimeError(
-                    f"the loss or the gradient norm of step {row['step']} is not finite; the newest checkpoint is from "
-                    "before it"
-                )
+        return next((row["step"] for row in rows if row["loss"] is None or row["grad_norm"] is None), None)
 
     def sync(self) -> None:
-        """Make sure that everything flushed is on disk, as a checkpoint that counts on it needs."""
-        if self.is_writer:
-            os.fsync(self.file.fileno())
+        """Make sure that what was flushed is on disk, as a checkpoint counts on it. Called by all ranks together."""
+        from_rank0(self._fsync)
 
     def close(self) -> None:
         if self.progress is not None:
             self.progress.stop()
         if self.is_writer:
-            self.file.close()
-            if self.tensorboard is not None:
-                self.tensorboard.close()
+            for log in filter(None, (self.file, self.tensorboard)):
+                with suppress(OSError):  # `flush` has said what could not be written
+                    log.close()
+
+    def _open(self, start_step: int) -> None:
+        with self._needing_the_disk():
+            _cut_back(self.folder / "metrics.jsonl", start_step)
+            self.file = open(self.folder / "metrics.jsonl", "a")
+            self.tensorboard = None
+            if self.config.enable_tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+                self.tensorboard = SummaryWriter(self.folder / self.config.save_tb_folder, purge_step=start_step + 1)
+        self.progress = _progress_bar(self.total_steps, start_step)
+
+    def _write(self, rows: list[dict], *window: Any) -> None:
+        with self._needing_the_disk():
+            self.file.writelines(json.dumps(row) + "\n" for row in rows)
+            self.file.flush()
+            self._report_window(rows, *window)
+
+    def _fsync(self) -> None:
+        with self._needing_the_disk():
+            os.fsync(self.file.fileno())
+
+    @contextmanager
+    def _needing_the_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"the metrics could not be written to {self.folder}: {error}") from error
 
     def _row(self, record: StepRecord, sums: list[float], grad_norm: float, tps: float) -> dict[str, Any]:
         count = sum(record.source_counts)
@@ -242,13 +261,29 @@ def _perplexity(ce_loss: float) -> float | None:
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Drop the lines after `step`, and one that a crash left half written; a rename, so that none is lost meanwhile."""
+    """Drop the lines after `step`, and one that a crash left half written; a rename, so that none is lost meanwhile.
+
+    Lines that no run has written are left out with a warning: a log is no reason to stop a run.
+    """
     if not path.exists():
         return
-    lines = path.read_text().split("\n")[:-1]
+    lines = path.read_bytes().split(b"\n")[:-1]
+    steps = [_step_of(line) for line in lines]
+    if damaged := steps.count(None):
+        logger.warning(f"{path}: left out {damaged} damaged line{'s' if damaged > 1 else ''} of {len(lines)}")
+    kept = [line + b"\n" for line, found in zip(lines, steps, strict=True) if found is not None and found <= step]
     aside = path.with_suffix(".jsonl.writing")
-    aside.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
+    aside.write_bytes(b"".join(kept))
     aside.rename(path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line of `metrics.jsonl`; None when it is damaged."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return row["step"] if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _progress_bar(total_steps: int, start_step: int) -> Progress | None:
