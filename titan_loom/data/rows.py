@@ -69,6 +69,12 @@ class RowStream:
     def epoch(self) -> int:
         return self._epoch
 
+    @property
+    def epochs_to_meet_all(self) -> int:
+        """Whole epochs in which this lane is as good as certain to get every shard: one that has a place in one of n
+        lanes, drawn anew each time, stays away from this lane for so many epochs with probability below 1e-9."""
+        return 2 + 30 * (self._lanes - 1)
+
     def state(self) -> RowState:
         """The position of the next row."""
         positions = tuple((shard.place, shard.window, shard.taken) for shard in self._open)
