@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,6 +35,18 @@ def test_a_path_that_does_not_exist(tmp_path):
     )
     refuse(r"data\.sources\.web\.path = '' does not exist", path="")
     refuse(r"embedded:cobol' is not known.*embedded:code and embedded:prose", path="embedded:cobol")
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "a/" * 5000, "owner/" + "b" * 5000, "~nobody-of-this-name/x"])
+def test_a_path_that_cannot_exist(path):
+    refuse(r"data\.sources\.web\.path = '.*' does not exist", path=path)
+
+
+def test_what_is_no_regular_file(tmp_path):
+    # Opening a pipe once waited for somebody to write to it.
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    refuse(r"data\.sources\.web\.path = '.*' is neither a regular file nor a folder", path=str(tmp_path / "pipe.jsonl"))
+    refuse(r"holds no usable file", path=str(tmp_path))
 
 
 def test_a_folder_without_usable_files(tmp_path):

@@ -6,6 +6,7 @@ Everything that a user can get wrong about a source is found here, before any tr
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -24,6 +25,9 @@ from titan_loom.errors import UserError
 
 FILES_PER_PART = 256
 """Text files are read in runs of this many: one part a file would shuffle well but open and close all day."""
+
+MAX_HUB_NAME_CHARS = 96
+"""As the Hub has it, owner included."""
 
 _ALLOWED = "parquet (.parquet), jsonl (.jsonl, .jsonl.gz, .jsonl.zst) or text files (.py, .md, .txt and the like)"
 _TABLES = {".parquet": "parquet", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl"}
@@ -108,8 +112,8 @@ def list_parts(name: str, source: Source, access: Access | None = None, commit: 
 
 def is_on_hub(path: str) -> bool:
     """Whether `path` means a dataset on the Hub: it looks like one and is no local path."""
-    looks_like = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
-    return looks_like and not Path(path).exists()
+    looks_like = len(path) <= MAX_HUB_NAME_CHARS and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
+    return looks_like and not os.path.exists(path)
 
 
 def source_columns(name: str, source: Source) -> tuple[str, ...]:
@@ -169,9 +173,12 @@ def _hub_parts(key: str, source: Source, commit: str | None, access: Access) -> 
 
 
 def _local_parts(found: str, given_path: str, form: str) -> Parts:
-    path = Path(given_path).expanduser()
-    if not given_path or not path.exists():
+    # Not the methods of Path: they raise for a name that is too long and for a user that there is not.
+    path = Path(os.path.expanduser(given_path))
+    if not given_path or not os.path.exists(path):
         raise UserError(f"{found} {_why_missing(given_path)}")
+    if not (path.is_dir() or path.is_file()):
+        raise UserError(f"{found} is neither a regular file nor a folder")
     root, files = (path, list_files(path)) if path.is_dir() else (path.parent, [path.name])
     by_kind: dict[str, list[str]] = {"parquet": [], "jsonl": [], "text": []}
     for file in files:
