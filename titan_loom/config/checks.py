@@ -63,6 +63,8 @@ FRACTIONS = ["lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"]
 BELOW_ONE = ["optimizer.beta1", "optimizer.beta2", "optimizer.muon.momentum"]
 AT_MOST = {
     "training.global_batch_size": 1 << 20,  # sequences are dealt to the sources one by one
+    "training.dataloader.prefetch_factor": 1 << 10,  # asked for one by one before the first comes
+    "data.window": 1 << 20,  # rows in memory
     # Longer ones are beyond what the libraries can wait.
     "data.streaming.read_timeout_seconds": 10**9,
     "data.streaming.report_seconds": 10**9,
@@ -70,7 +72,7 @@ AT_MOST = {
     "comm.train_timeout_seconds": 10**9,
 }
 MAX_ENCODE_BATCH_SIZE = 1 << 16
-MAX_TOKENS = (1 << 63) - 1
+MAX_STEPS = 10**9
 UNLIMITED = ["training.max_norm"]  # inf: no clipping
 
 
@@ -125,9 +127,12 @@ def _check_length(training: Training) -> None:
     if (training.steps is None) == (training.total_tokens is None):
         found = "neither is set" if training.steps is None else f"they are {training.steps} and {training.total_tokens}"
         raise UserError(f"exactly one of training.steps and training.total_tokens must be set; {found}")
-    if (tokens := training.num_steps * training.tokens_per_step) > MAX_TOKENS:
-        key, value = ("steps", training.steps) if training.total_tokens is None else ("total_tokens", tokens)
-        raise UserError(f"training.{key} is {value}; the run may have at most 2^63 - 1 tokens")
+    if training.num_steps > MAX_STEPS:
+        key = "steps" if training.total_tokens is None else "total_tokens"
+        raise UserError(
+            f"training.{key} is {getattr(training, key)}; a run may have at most {MAX_STEPS:,} steps, and this one "
+            f"would have {training.num_steps:,}"
+        )
 
 
 def _check_world_size(expected: int | None, world_size: int) -> None:
