@@ -59,7 +59,8 @@ def is_finished(config: JobConfig) -> bool:
     if step is not None and os.environ.get("RANK", "0") == "0":
         print(
             f"The run in {config.job.dump_folder} has finished: it is at step {step} of {config.training.num_steps}. "
-            "Raise training.steps (or total_tokens) to extend it, or choose another job.dump_folder.",
+            "Raise training.steps (or total_tokens) to extend it, unless its last step was cut to meet a total, "
+            "or choose another job.dump_folder.",
             flush=True,
         )
     return step is not None

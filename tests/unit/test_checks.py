@@ -1,7 +1,7 @@
 import pytest
 
 from titan_loom.config import Data, JobConfig, Source, Training
-from titan_loom.config.checks import BELOW_ONE, FRACTIONS, NOT_NEGATIVE, PERCENTAGES, POSITIVE, check
+from titan_loom.config.checks import AT_MOST, BELOW_ONE, FRACTIONS, NOT_NEGATIVE, PERCENTAGES, POSITIVE, check
 from titan_loom.config.decoding import Text, keys, override
 from titan_loom.errors import UserError
 
@@ -46,6 +46,8 @@ def test_every_range_belongs_to_a_key():
         *[(key, word, "from 0 to 1") for key in FRACTIONS for word in ("-0.1", "1.1", "nan")],
         *[(key, word, "at least 0 and less than 1") for key in BELOW_ONE for word in ("-0.1", "1", "nan")],
         *[(key, word, "at least 0 and less than 100") for key in PERCENTAGES for word in ("-0.1", "100", "nan")],
+        *[(key, str(most + 1), f"at most {most:,}") for key, most in AT_MOST.items()],
+        ("training.global_batch_size", "8000000000000", "at most 1,048,576"),  # its divisors were once looked for
         ("optimizer.lr", "inf", "finite"),
         ("optimizer.muon.lr", "nan", "0 or greater"),
     ],
@@ -74,7 +76,13 @@ def test_an_infinite_norm_means_no_clipping():
             {"data__sources__b__min_chars": "5", "data__sources__b__max_chars": "4"},
             ["data.sources.b.max_chars is 4", "not less than min_chars = 5"],
         ),
-        ({"data__sources__b__encode_batch_size": "0"}, ["data.sources.b.encode_batch_size is 0", "1 or greater"]),
+        ({"data__sources__b__encode_batch_size": "0"}, ["data.sources.b.encode_batch_size is 0", "from 1 to 65,536"]),
+        ({"data__sources__b__encode_batch_size": "100000000000"}, ["b.encode_batch_size is 100000000000", "from 1"]),
+        ({"training__steps": "1" + "0" * 25}, ["training.steps is 1000000", "at most 1,000,000,000 steps"]),
+        (
+            {"training__steps": "none", "training__total_tokens": "1" + "0" * 25},
+            ["training.total_tokens is 1", "at most"],
+        ),
         (
             {"lr_scheduler__warmup_steps": "3", "lr_scheduler__warmup_tokens": "5"},
             ["lr_scheduler.warmup_steps is 3", "lr_scheduler.warmup_tokens is 5", "only one"],

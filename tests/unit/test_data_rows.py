@@ -33,7 +33,7 @@ def test_every_row_comes_exactly_once_per_epoch(tmp_path, rows, lanes):
 def rows_in_memory(monkeypatch):
     """A maker of parts whose rows are numbers in memory, so that many layouts can be tried."""
 
-    def open_rows(shard, start_row, columns, access):
+    def open_rows(shard, start_row, *options):
         stop = int(shard.part.name) if shard.stop is None else shard.stop
         return ({"text": f"{shard.part.path}:{row}"} for row in range(shard.start + start_row, stop))
 

@@ -123,3 +123,21 @@ def test_rows_that_give_no_document_are_an_error_and_not_a_hang(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["", "  "])
     with pytest.raises(UserError, match=r"data\.sources\.s: no row gives a document in format 'text'"):
         next(token_stream(shards_of(tmp_path, 1)))
+
+
+def test_rows_that_give_no_document_are_an_error_soon(tmp_path):
+    # 1,000 epochs of 2,000 unusable files once took a minute.
+    write_parquet(tmp_path / "a.parquet", [""] * 40)
+    stream = token_stream(shards_of(tmp_path, 1))
+    with pytest.raises(UserError, match=r"no row gives a document"):
+        next(stream)
+    assert stream._rows.epoch <= 3
+
+
+@pytest.mark.parametrize("lanes", [2, 8, 16])
+def test_every_lane_of_many_gets_the_only_document(tmp_path, lanes):
+    write_parquet(tmp_path / "a.parquet", ["the only one"] + [""] * (lanes - 1))
+    shards = shards_of(tmp_path, lanes)
+    assert len(shards) == lanes
+    for lane in range(lanes):
+        assert TOKENIZER.decode(next(token_stream(shards, lane, lanes)).tokens[:-1]) == "the only one"

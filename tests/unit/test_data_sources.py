@@ -1,6 +1,9 @@
 import gzip
 import json
+import os
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.data_corpus import shards_of, write_parquet, write_parts
@@ -32,6 +35,18 @@ def test_a_path_that_does_not_exist(tmp_path):
     )
     refuse(r"data\.sources\.web\.path = '' does not exist", path="")
     refuse(r"embedded:cobol' is not known.*embedded:code and embedded:prose", path="embedded:cobol")
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "a/" * 5000, "owner/" + "b" * 5000, "~nobody-of-this-name/x"])
+def test_a_path_that_cannot_exist(path):
+    refuse(r"data\.sources\.web\.path = '.*' does not exist", path=path)
+
+
+def test_what_is_no_regular_file(tmp_path):
+    # Opening a pipe once waited for somebody to write to it.
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    refuse(r"data\.sources\.web\.path = '.*' is neither a regular file nor a folder", path=str(tmp_path / "pipe.jsonl"))
+    refuse(r"holds no usable file", path=str(tmp_path))
 
 
 def test_a_folder_without_usable_files(tmp_path):
@@ -67,6 +82,40 @@ def test_a_damaged_file(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     kind = name.split(".")[1]
     refuse(rf"data\.sources\.web\.path: {name} cannot be read as {kind} \(", path=str(tmp_path))
+
+
+def test_every_parquet_file_is_looked_at(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["x"] * 50)
+    write_parquet(tmp_path / "b.parquet", ["x"] * 50)
+    content = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(content[: len(content) // 2])
+    refuse(r"data\.sources\.web\.path: b\.parquet cannot be read as parquet \(", path=str(tmp_path))
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
+    refuse(r"b\.parquet lacks text and has body", path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "column", "kind"),
+    [
+        ("text", {"text": 5}, "text", "int"),
+        ("text", {"text": b"5"}, "text", "binary"),
+        ("repository", {"repo_path": "r", "files": [{"file_path": "a", "content": 5}]}, "files.content", "int"),
+    ],
+)
+def test_columns_that_hold_no_text(tmp_path, form, row, column, kind):
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    needs = rf"data\.sources\.web\.format = '{form}' needs texts in the column {column}, but"
+    refuse(rf"{needs} a\.parquet has {kind}", path=str(tmp_path), format=form)
+    if kind == "int":
+        (tmp_path / "b.jsonl").write_text(json.dumps(row))
+        refuse(rf"{needs} b\.jsonl has int", path=str(tmp_path / "b.jsonl"), format=form)
+
+
+def test_texts_of_any_arrow_type_are_texts(tmp_path):
+    texts = pa.array(["a", None, "b"])
+    for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
+        pq.write_table(pa.table({"text": texts.cast(kind)}), tmp_path / "a.parquet")
+        list_parts("s", Source(path=str(tmp_path)))
 
 
 def test_parts_are_sorted_and_found_in_subfolders(tmp_path):

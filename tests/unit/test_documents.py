@@ -1,7 +1,10 @@
+import os
+
 import pytest
 
 from titan_loom.data import documents
 from titan_loom.data.documents import FORMATS, MAX_CONTENT_CHARS, get_format, register_format
+from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.errors import UserError
 
 FILES = [
@@ -29,12 +32,22 @@ def test_repository_files_are_adjacent_in_order_without_vendored_and_blank_ones(
     assert repository(FILES) == EXPECTED
 
 
-def test_a_struct_of_lists_gives_the_documents_of_a_list_of_structs():
-    assert repository({key: [file[key] for file in FILES] for key in FILES[0]}) == EXPECTED
-
-
 def test_a_repository_without_files_gives_nothing():
-    assert repository([]) == repository(None) == repository({"file_path": [], "content": []}) == []
+    assert repository([]) == repository(None) == []
+
+
+def test_a_file_without_content_or_name_is_one_with_nulls():
+    assert repository([{"file_path": "a.py"}]) == []
+    assert repository([{"content": "x"}]) == ["repository: me/tool\nfile: unknown\nlanguage: unknown\nx"]
+
+
+def test_lone_surrogates_do_not_reach_the_tokenizer():
+    # A file called b"\xff.py" and "\\ud800" in JSON once ended the run with a TypeError of the tokenizer's.
+    row = {"repo_path": None, "file_path": os.fsdecode(b"\xff.py"), "content": "x \ud800 \U0001f600"}
+    (text,) = texts("file", row)
+    assert text == "repository: unknown\nfile: \ufffd.py\nlanguage: Python\nx \ufffd \U0001f600"
+    assert texts("text", {"text": "\udfff"}) == ["\ufffd"]
+    load_tokenizer().encode_batch([text])
 
 
 def test_long_content_is_cut_in_pieces_with_the_header_each():

@@ -196,6 +196,10 @@ def test_a_syntax_error_names_file_line_and_column(load):
         load(toml="[job]\nsteps 3\n")
 
 
+def test_a_byte_order_mark_is_no_syntax_error(load):
+    assert load(toml="\ufeff[job]\noverwrite = true\n").job.overwrite
+
+
 def test_the_file_cannot_name_another_file(load):
     with pytest.raises(UserError, match=r"job\.config_file is 'x\.toml' in .*run\.toml"):
         load(toml='job.config_file = "x.toml"')

@@ -8,6 +8,7 @@ import pytest
 
 from titan_loom.config import load_config
 from titan_loom.data import tokenizer
+from titan_loom.data.loader import data_fingerprint
 from titan_loom.errors import UserError
 from titan_loom.models import model_args
 from titan_loom.preflight import preflight
@@ -89,13 +90,31 @@ def test_a_tokenizer_with_another_eos_is_found(sentence, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_found(sentence, tmp_path):
     config = load_config(["--job.config_file", str(tmp_path / "run.toml")])
-    folder = tmp_path / "dump" / "checkpoint" / "step-3"
-    folder.mkdir(parents=True)
-    (folder / ".metadata").touch()
     args = asdict(model_args(config.model)) | {"dim": 1}
-    write_state(folder, {"step": 3, "model": {"name": "nanocoder", "args": args}, "data": {}})
+    write_checkpoint(tmp_path / "dump", 3, model={"name": "nanocoder", "args": args}, data={})
     found = sentence()
     assert "model.args.dim" in found and "step-3" in found
+
+
+def write_checkpoint(dump, step: int, **state) -> None:
+    folder = dump / "checkpoint" / f"step-{step}"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").touch()
+    write_state(folder, {"step": step, **state})
+
+
+def test_a_run_whose_last_step_was_cut_cannot_be_extended(sentence, tmp_path):
+    # It once went on as if that step had been full, and ended short of its total.
+    config = load_config(["--job.config_file", str(tmp_path / "run.toml")])
+    model = {"name": "nanocoder", "args": asdict(model_args(config.model))}
+    data = data_fingerprint(config.data, config.training, config.debug.seed, tokenizer.load_tokenizer())
+    write_checkpoint(tmp_path / "dump", 4, model=model, data=data, tokens_seen=1000)
+    assert sentence("--training.total_tokens", "1000") is None
+    for length in (["--training.total_tokens", "2048"], ["--training.total_tokens", "1024"], ["--training.steps", "5"]):
+        found = sentence(*length)
+        assert "training.total_tokens" in found and "1,000" in found and "checkpoint.initial_load_path" in found
+    write_checkpoint(tmp_path / "dump", 5, model=model, data=data, tokens_seen=5 * 256)
+    assert sentence("--training.total_tokens", "2048") is None
 
 
 def test_a_wrong_number_is_reported_before_any_library_is_loaded():

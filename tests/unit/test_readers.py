@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,13 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.unit.data_corpus import write_parquet
-from titan_loom.config.job_config import Source
+from titan_loom.config.job_config import Source, Streaming
 from titan_loom.data import readers
 from titan_loom.data.documents import FORMATS
-from titan_loom.data.readers import Part, Shard, column_names, count_rows, open_rows
+from titan_loom.data.readers import Part, Shard, column_types, count_rows, open_rows
+from titan_loom.data.retry import Access
 from titan_loom.data.sources import list_parts
+from titan_loom.errors import UserError
 
 
 def file_part(path, kind) -> Part:
@@ -56,7 +59,7 @@ def test_only_the_needed_columns_and_fields_are_read(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"repo": ["r", "s"], "files": files, "junk": [1, 2]}), path)
     part = file_part(path, "parquet")
-    assert column_names(part) == {"repo", "junk", "files", "files.path", "files.content", "files.size"}
+    assert column_types(part).keys() == {"repo", "junk", "files", "files.path", "files.content", "files.size"}
     rows = rows_of(part, columns=("repo", "files.content", "files.missing"))
     assert rows == [{"repo": "r", "files": [{"content": "x"}, {"content": "y"}]}, {"repo": "s", "files": []}]
     assert rows_of(part, columns=("files",))[0]["files"] == files[0]
@@ -64,7 +67,7 @@ def test_only_the_needed_columns_and_fields_are_read(tmp_path):
 
 def test_jsonl_rows_keep_the_needed_columns(jsonl):
     assert rows_of(jsonl, columns=("text", "files.content"))[3].keys() == {"text", "files"}
-    assert column_names(jsonl) == {"text", "other", "files", "files.content", "files.size"}
+    assert column_types(jsonl).keys() == {"text", "other", "files", "files.content", "files.size"}
 
 
 def test_gzipped_jsonl_is_jsonl(tmp_path, jsonl):
@@ -72,6 +75,14 @@ def test_gzipped_jsonl_is_jsonl(tmp_path, jsonl):
     zipped = file_part(tmp_path / "b.jsonl.gz", "jsonl")
     assert rows_of(zipped) == rows_of(jsonl)
     assert count_rows(zipped) == 50
+
+
+def test_zst_jsonl_is_jsonl(tmp_path, jsonl):
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert rows_of(file_part(tmp_path / "b.jsonl.zst", "jsonl")) == rows_of(jsonl)
+    (tmp_path / "b.jsonl.zst").write_bytes(b"no")
+    refuse(file_part(tmp_path / "b.jsonl.zst", "jsonl"), "zstd", 0)
 
 
 def test_a_parquet_start_row_does_not_read_earlier_row_groups(tmp_path, monkeypatch):
@@ -108,6 +119,62 @@ def test_a_parquet_start_row_does_not_read_earlier_row_groups(tmp_path, monkeypa
     assert sum(size for _, size in spans) < path.stat().st_size * 0.3
 
 
+def refuse(part, reason, row, columns=("text",)):
+    with pytest.raises(UserError) as raised:
+        list(open_rows(Shard(part), 0, columns, Access("web", Streaming()), texts=columns))
+    message = str(raised.value)
+    assert re.match(rf"data\.sources\.web: {part.name}, row {row} cannot be read: .*{reason}", message), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "cut', "the line is no JSON .*line 1 column 14"),
+        (b'{"text": "\xff\xfe"}', "the line is no JSON .*can't decode byte 0xff"),
+        (b"[" * 100_000, "the line is no JSON .*recursion"),
+        (b'["text"]', "must be a JSON object, but is of type list"),
+        (b'{"text": 5}', "its text must be a text, but is of type int"),
+        (b'{"text": ["a"]}', "its text must be a text, but is of type list"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, reason):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' * 20 + line + b'\n{"text": "b"}\n')
+    refuse(file_part(path, "jsonl"), reason, 20)
+
+
+def test_lines_that_look_like_dates_are_texts(tmp_path):
+    # A reader that guesses types once made datetimes of them.
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "2024-01-01"}\n{"text": "2024-01-02T03:04:05"}\n{"other": 1}\n')
+    assert [row["text"] for row in rows_of(file_part(path, "jsonl"))] == ["2024-01-01", "2024-01-02T03:04:05", None]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"content": ["a"]}, "its files must be a list of objects"),
+        (["a"], "its files must be a list of objects"),
+        ([{"content": "a"}, {"content": 1.5}], "its files.content must be a text, but is of type float"),
+    ],
+)
+def test_a_bad_struct_is_named(tmp_path, files, reason):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"files": files}))
+    refuse(file_part(tmp_path / "a.jsonl", "jsonl"), reason, 0, ("files.content",))
+
+
+def test_a_damaged_file_is_named(tmp_path, parquet):
+    zipped = gzip.compress(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(9000)))
+    (tmp_path / "b.jsonl.gz").write_bytes(zipped[:-9])
+    part = file_part(tmp_path / "b.jsonl.gz", "jsonl")
+    refuse(part, "ended before", r"\d+")
+    with pytest.raises(UserError, match=r"b\.jsonl\.gz cannot be read: .*ended before"):
+        count_rows(part)
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    refuse(parquet, "Parquet", 0)
+
+
 class Shared(IterableDataset):
     """The same part in every worker, as lanes that split a part by rows have it."""
 
@@ -123,7 +190,7 @@ class Shared(IterableDataset):
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_every_worker_process_can_read_the_same_part(kind, request):
-    # `datasets` deals the files of a stream to the workers: with one file, all but worker 0 once got nothing.
+    # A reader that dealt the files of a stream to the workers once gave all but worker 0 nothing.
     items = list(DataLoader(Shared(request.getfixturevalue(kind)), batch_size=None, num_workers=2))
     assert sorted(map(tuple, items)) == sorted((worker, str(worker * 10 + i)) for worker in range(2) for i in range(10))
 

@@ -115,3 +115,28 @@ def test_text_of_the_source_shapes_is_found_by_its_columns():
     texts = list(train_tokenizer.documents((str(CORPUS / "repositories.jsonl"), str(CORPUS / "prose.jsonl"))))
     assert texts[0].startswith("repository: weavers/")
     assert not texts[-1].startswith("repository: ")
+
+
+def refuse(tmp_path, description: dict, match: str):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(UserError, match=match) as raised:
+        check_tokenizer(load_tokenizer(str(tmp_path)), 8192)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
+    # It has as many entries as the model, so it once passed and failed in the embedding.
+    description = json.loads((DEFAULT_PATH / "tokenizer.json").read_text())
+    last = max(description["model"]["vocab"], key=description["model"]["vocab"].get)
+    description["model"]["vocab"][last] = 9000
+    refuse(tmp_path, description, r"model\.tokenizer_path: the tokenizer has the id 9,000, .* vocab_size, 8,192")
+
+
+def test_a_tokenizer_that_cannot_encode_every_text_is_refused(tmp_path):
+    special = json.loads((DEFAULT_PATH / "tokenizer.json").read_text())["added_tokens"]
+    vocab = {f"word{i}": i for i in range(3, 8192)} | {token["content"]: token["id"] for token in special}
+    description = {"version": "1.0", "added_tokens": special, "pre_tokenizer": {"type": "Whitespace"}}
+    words = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+    refuse(tmp_path, {**description, "model": words}, r"must encode any text, but unknown words stop it \(.*UNK")
+    pairs = {"type": "BPE", "vocab": vocab, "merges": []}
+    refuse(tmp_path, {**description, "model": pairs}, r"must encode any text, but gives nothing for all bytes")

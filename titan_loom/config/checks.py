@@ -61,6 +61,18 @@ NOT_NEGATIVE = [
 PERCENTAGES = ["data.holdout_percent"]
 FRACTIONS = ["lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"]
 BELOW_ONE = ["optimizer.beta1", "optimizer.beta2", "optimizer.muon.momentum"]
+AT_MOST = {
+    "training.global_batch_size": 1 << 20,  # sequences are dealt to the sources one by one
+    "training.dataloader.prefetch_factor": 1 << 10,  # asked for one by one before the first comes
+    "data.window": 1 << 20,  # rows in memory
+    # Longer ones are beyond what the libraries can wait.
+    "data.streaming.read_timeout_seconds": 10**9,
+    "data.streaming.report_seconds": 10**9,
+    "comm.init_timeout_seconds": 10**9,
+    "comm.train_timeout_seconds": 10**9,
+}
+MAX_ENCODE_BATCH_SIZE = 1 << 16
+MAX_STEPS = 10**9
 UNLIMITED = ["training.max_norm"]  # inf: no clipping
 RUN_FILES = [".lock", "config.toml", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
 """What else a run keeps in `job.dump_folder`."""
@@ -110,12 +122,20 @@ def _check_ranges(config: JobConfig) -> None:
                 raise UserError(f"{key} is {value}; it must be {allowed}")
             if math.isinf(value) and key not in UNLIMITED:
                 raise UserError(f"{key} is {value}; it must be finite")
+            if value > AT_MOST.get(key, math.inf):
+                raise UserError(f"{key} is {value}; it must be at most {AT_MOST[key]:,}")
 
 
 def _check_length(training: Training) -> None:
     if (training.steps is None) == (training.total_tokens is None):
         found = "neither is set" if training.steps is None else f"they are {training.steps} and {training.total_tokens}"
         raise UserError(f"exactly one of training.steps and training.total_tokens must be set; {found}")
+    if training.num_steps > MAX_STEPS:
+        key = "steps" if training.total_tokens is None else "total_tokens"
+        raise UserError(
+            f"training.{key} is {getattr(training, key)}; a run may have at most {MAX_STEPS:,} steps, and this one "
+            f"would have {training.num_steps:,}"
+        )
 
 
 def _check_world_size(expected: int | None, world_size: int) -> None:
@@ -134,8 +154,8 @@ def _check_batch(training: Training, world_size: int) -> None:
 
 
 def _check_lanes(lanes: int, batch: int, world_size: int) -> None:
-    allowed = [n for n in range(world_size, batch + 1, world_size) if batch % n == 0]
-    if lanes not in allowed:
+    if batch % lanes or lanes % world_size:
+        allowed = [n for n in range(world_size, batch + 1, world_size) if batch % n == 0]
         raise UserError(
             f"data.lanes is {lanes}; it must divide training.global_batch_size = {batch} and be a multiple of the "
             f"number of processes = {world_size}: {_or(allowed)}"
@@ -151,8 +171,10 @@ def _check_sources(data: Data) -> None:
             raise UserError(f"{key}.path is not set; it must be a file, a folder, a dataset or `embedded:<name>`")
         if not 0 < source.share < math.inf:
             raise UserError(f"{key}.share is {source.share}; it must be greater than 0 and finite")
-        if source.encode_batch_size < 1:
-            raise UserError(f"{key}.encode_batch_size is {source.encode_batch_size}; it must be 1 or greater")
+        if not 1 <= source.encode_batch_size <= MAX_ENCODE_BATCH_SIZE:
+            raise UserError(
+                f"{key}.encode_batch_size is {source.encode_batch_size}; it must be from 1 to {MAX_ENCODE_BATCH_SIZE:,}"
+            )
         if source.min_chars < 0:
             raise UserError(f"{key}.min_chars is {source.min_chars}; it must be 0 or greater")
         if source.max_chars is not None and source.max_chars < max(1, source.min_chars):

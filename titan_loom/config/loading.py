@@ -138,7 +138,7 @@ def _override_all(config: JobConfig, overrides: list[dict[str, Any]]) -> JobConf
 
 def _read_toml(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"job.config_file is {path!r}, which cannot be read: {error.strerror}") from None
     except ValueError as error:  # of the syntax, with line and column, or of the encoding

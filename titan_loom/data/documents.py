@@ -10,6 +10,7 @@ Only the declared columns are read. A format is a pure function of its row: the 
 A format may yield a `Document` instead of a text, to say more than its text about it.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,21 +44,23 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """`columns` must be there, `optional` ones are read if they are. `files.content` is the field `content` of the
-    structs in column `files`."""
+    """`columns` must be there, `optional` ones are read if they are; those in `texts` must hold texts or nulls.
+    `files.content` is the field `content` of the structs in column `files`."""
 
     name: str
     columns: tuple[str, ...]
     optional: tuple[str, ...]
+    texts: tuple[str, ...]
     documents: Callable[[Row], Iterable[str | Document]]
 
     def read(self, row: Row, source: str) -> Iterator[Document]:
-        """The documents of `row`. Raises UserError, which names `source`, when the row lacks a column."""
+        """The documents of `row`. Their texts have a UTF-8 form: lone surrogates, which JSON and names of files may
+        hold, become U+FFFD. Raises UserError, which names `source`, when the row lacks a column."""
         try:
             for document in self.documents(row):
                 if isinstance(document, str):
                     document = Document(document, document, len(document), row.get("language"), row)
-                yield document
+                yield document if _has_utf8(document.text) else document._replace(text=_replaced(document.text))
         except KeyError as error:
             raise UserError(f"{source}: a row lacks the column {error}, which format {self.name!r} needs") from error
 
@@ -65,12 +68,14 @@ class Format:
 FORMATS: dict[str, Format] = {}
 
 
-def register_format(name: str, *, columns: tuple[str, ...], optional: tuple[str, ...] = ()):
+def register_format(
+    name: str, *, columns: tuple[str, ...], optional: tuple[str, ...] = (), texts: tuple[str, ...] = ()
+):
     """Decorator that makes a function from a row to document texts available as `data.sources.<source>.format =
-    name`."""
+    name`. Rows with anything but a text or null in a column of `texts` are refused with file and row."""
 
     def register(documents: Callable[[Row], Iterable[str | Document]]):
-        FORMATS[name] = Format(name, columns, optional, documents)
+        FORMATS[name] = Format(name, columns, optional, texts, documents)
         return documents
 
     return register
@@ -84,7 +89,7 @@ def get_format(source_name: str, name: str) -> Format:
     return FORMATS[name]
 
 
-@register_format("text", columns=("text",))
+@register_format("text", columns=("text",), texts=("text",))
 def text_documents(row: Row) -> Iterator[str]:
     """One document a row: column `text`. Blank rows give none."""
     if not _is_blank(row["text"]):
@@ -94,28 +99,32 @@ def text_documents(row: Row) -> Iterator[str]:
 _REPOSITORY_COLUMNS = ("repo_path", "files.file_path", "files.content")
 
 
-@register_format("repository", columns=_REPOSITORY_COLUMNS, optional=("files.language", "files.is_vendor"))
+@register_format(
+    "repository",
+    columns=_REPOSITORY_COLUMNS,
+    optional=("files.language", "files.is_vendor"),
+    texts=(*_REPOSITORY_COLUMNS, "files.language"),
+)
 def repository_documents(row: Row) -> Iterator[Document]:
-    """A repository's files, in order. Vendored and blank files are skipped.
-
-    `files` is a list of structs or, as some readers give it, a struct of lists.
-    """
-    files = row["files"] or []
-    if isinstance(files, dict):
-        files = [dict(zip(files, values, strict=True)) for values in zip(*files.values(), strict=True)]
-    for file in files:
+    """A repository's files, in order. Vendored and blank files are skipped."""
+    for file in row["files"] or []:
         if not file.get("is_vendor"):
             yield from _file_documents(row["repo_path"], file, key=row["repo_path"])
 
 
-@register_format("file", columns=("file_path", "content"), optional=("repo_path", "language"))
+@register_format(
+    "file",
+    columns=("file_path", "content"),
+    optional=("repo_path", "language"),
+    texts=("file_path", "content", "repo_path", "language"),
+)
 def file_documents(row: Row) -> Iterator[Document]:
     """One file a row."""
     return _file_documents(row.get("repo_path"), row, key=f"{row.get('repo_path') or ''}/{row['file_path'] or ''}")
 
 
 def _file_documents(repository: str | None, file: Row, key: str | None) -> Iterator[Document]:
-    path, content = file["file_path"], file["content"]
+    path, content = file.get("file_path"), file.get("content")
     if _is_blank(content):
         return
     language = file.get("language") or language_of(path or "")
@@ -123,6 +132,18 @@ def _file_documents(repository: str | None, file: Row, key: str | None) -> Itera
     for start in range(0, len(content), MAX_CONTENT_CHARS):
         text = header + content[start : start + MAX_CONTENT_CHARS]
         yield Document(text, key or text, len(content), language, file)
+
+
+def _has_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _replaced(text: str) -> str:
+    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def _is_blank(text: str | None) -> bool:

@@ -4,6 +4,7 @@ the holdout. A dropped document is counted once, under the first reason that app
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from titan_loom.config.job_config import Source
 from titan_loom.data.documents import Document, Format, Row
@@ -30,7 +31,7 @@ class Filter:
 
     def reason(self, document: Document, row: Row) -> int | None:
         """The number in `REASONS` of why `document` of `row` is dropped; None when it is kept."""
-        if self.languages and (document.language or "").lower() not in self.languages:
+        if self.languages and _lower(document.language) not in self.languages:
             return 0
         if document.num_chars < self.min_chars:
             return 1
@@ -45,8 +46,13 @@ class Filter:
     def _has_allowed_license(self, document: Document, row: Row) -> bool:
         column, _, leaf = self.license_column.partition(".")
         found = document.fields.get(leaf) if leaf else row.get(column)
-        names = [found] if isinstance(found, str) else found or []
-        return bool(names) and all(name and name.lower() in self.licenses for name in names)
+        names = found if isinstance(found, list) else [found]
+        return bool(names) and all(_lower(name) in self.licenses for name in names)
+
+
+def _lower(name: Any) -> str:
+    """For comparing; anything but a text is an unknown name."""
+    return name.lower() if isinstance(name, str) else ""
 
 
 def kept_documents(

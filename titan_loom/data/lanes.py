@@ -161,6 +161,7 @@ def open_row_stream(plan: LanePlan, source: LaneSource, lane: int, state: RowSta
         open_parts=plan.open_parts,
         columns=source.columns,
         access=source.access,
+        texts=source.form.texts,
         state=state,
     )
 

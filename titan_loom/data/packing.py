@@ -307,7 +307,7 @@ def make_part(job: PartJob, number: int, shard: Shard, count: Callable[[int], No
     source = f"data.sources.{job.source_name}"
     stream = (
         document
-        for row in open_rows(shard, 0, job.columns, job.access)
+        for row in open_rows(shard, 0, job.columns, job.access, job.form.texts)
         for _, document in kept_documents(job.form, job.keep, row, source, filtered)
     )
     with open(tokens_file, "wb") as file:

@@ -7,6 +7,7 @@ what is held out is decided when it is read, by the same rule as for a stream.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -79,8 +80,8 @@ def _array(path: str, dtype: str) -> np.ndarray:
 
 def is_pack(path: str) -> bool:
     """Whether `path` is a folder with a pack's metadata."""
-    file = Path(path).expanduser() / METADATA
-    return file.is_file() and FORMAT.rpartition(" ")[0] in file.read_bytes()[:100].decode(errors="replace")
+    file = Path(os.path.expanduser(path)) / METADATA
+    return os.path.isfile(file) and FORMAT.rpartition(" ")[0] in file.read_bytes()[:100].decode(errors="replace")
 
 
 def open_pack(key: str, path: str) -> Pack:

@@ -2,7 +2,9 @@
 
 A part is what is opened at once: a parquet or jsonl file, here or on the Hub, a run of text files, an embedded corpus.
 Parquet is read by `ParquetFile.iter_batches` in small batches through a 1 MiB buffer, which keeps one open part under
-about 100 MiB whatever the size of its row groups (`datasets` streaming takes 1.1 GB for a row group of 300 MB).
+about 100 MiB whatever the size of its row groups (`datasets` streaming takes 1.1 GB for a row group of 300 MB). jsonl
+is read line by line: readers that guess the types of columns turn texts that look like dates into dates, and do not say
+which row is wrong.
 """
 
 import io
@@ -10,11 +12,12 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
@@ -25,16 +28,27 @@ from titan_loom.data import embedded
 from titan_loom.data.languages import language_of
 from titan_loom.data.retry import Access, Transient
 from titan_loom.data.text_files import read_text
-from titan_loom.errors import ReadError
+from titan_loom.errors import ReadError, UserError
 
 Row = dict[str, Any]
 
 ROWS_PER_BATCH = 16
 BUFFER_BYTES = 1 << 20
 FOOTERS_IN_MEMORY = 64
+TEXT = "text"
+"""The type, for `column_types`, of texts and of nulls."""
 
-DAMAGED = (ArrowException, OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, zlib.error)
+
+class BadRow(Exception):
+    """A row that is not what it must be; the text says what it is."""
+
+
+DAMAGED = (BadRow, ArrowException, OSError, EOFError, UnicodeDecodeError, zlib.error)
 """What reading a damaged file raises."""
+if find_spec("zstandard"):
+    import zstandard
+
+    DAMAGED = (*DAMAGED, zstandard.ZstdError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,35 +82,72 @@ class Shard:
     stop: int | None = None
 
 
-def open_rows(shard: Shard, start_row: int, columns: tuple[str, ...], access: Access | None = None) -> Iterator[Row]:
+def open_rows(
+    shard: Shard,
+    start_row: int,
+    columns: tuple[str, ...],
+    access: Access | None = None,
+    texts: tuple[str, ...] = (),
+) -> Iterator[Row]:
     """The rows of `shard` from its row `start_row` on.
 
     `columns` are the columns to read, `files.content` being a field of the structs in `files`. Columns that the part
     lacks are left out; parts whose rows are whole files or embedded give all that they have. `access` is the source's,
-    by default one of this part's own.
+    by default one of this part's own. `texts` are columns that must hold texts or nulls.
 
-    Raises ReadError, which names the row, when the part can be read no further.
+    Raises when the part can be read no further, with the row: UserError for a file of the user's that is damaged or
+    holds something else, ReadError for any other.
     """
     part, row = shard.part, shard.start + start_row
     access = access or _default_access(part)
     try:
         for item in _READERS[part.kind].rows(part, row, shard.stop, columns, access):
+            _check_texts(item, texts)
             yield item
             row += 1
     except ReadError as error:
         raise ReadError(error.source, error.part, error.reason, row) from error
     except DAMAGED as error:
-        raise ReadError(access.name, part.name, _first_line(error), row) from error
+        raise _unreadable(part, access, error, row) from error
 
 
 def count_rows(part: Part, access: Access | None = None) -> int:
-    """Rows of a part: from the footer for parquet, by reading it once for jsonl."""
-    return _READERS[part.kind].count(part, access or _default_access(part))
+    """Rows of a part: from the footer for parquet, by reading it once for jsonl. Raises as `open_rows` does."""
+    access = access or _default_access(part)
+    try:
+        return _READERS[part.kind].count(part, access)
+    except DAMAGED as error:
+        raise _unreadable(part, access, error) from error
 
 
-def column_names(part: Part, access: Access | None = None) -> set[str]:
-    """Columns of a part, with fields of structs as `files.content`; empty when the part has no rows to tell from."""
+def column_types(part: Part, access: Access | None = None) -> dict[str, str]:
+    """Columns of a part and what they hold (`TEXT`, or the name of another type), with fields of structs as
+    `files.content`; empty when the part has no rows to tell from. Of jsonl the first row is looked at."""
     return _READERS[part.kind].columns(part, access or _default_access(part))
+
+
+def _unreadable(part: Part, access: Access, error: Exception, row: int | None = None) -> UserError | ReadError:
+    failure = ReadError(access.name, part.name, _first_line(error), row)
+    is_of_the_machine = isinstance(error, OSError) and error.errno is not None
+    return failure if part.is_remote or is_of_the_machine else UserError(str(failure))
+
+
+def _check_texts(row: Row, columns: tuple[str, ...]) -> None:
+    for column in columns:
+        name, _, field = column.partition(".")
+        value = row.get(name)
+        if not field:
+            _check_text(column, value)
+        elif isinstance(value, list) and all(isinstance(struct, dict) for struct in value):
+            for struct in value:
+                _check_text(column, struct.get(field))
+        elif value is not None:
+            raise BadRow(f"its {name} must be a list of objects")
+
+
+def _check_text(column: str, value: Any) -> None:
+    if value is not None and not isinstance(value, str):
+        raise BadRow(f"its {column} must be a text, but is of type {type(value).__name__}")
 
 
 def _default_access(part: Part) -> Access:
@@ -199,53 +250,66 @@ def _count_parquet(part: Part, access: Access) -> int:
         return parquet.metadata.num_rows
 
 
-def _parquet_columns(part: Part, access: Access) -> set[str]:
+def _parquet_columns(part: Part, access: Access) -> dict[str, str]:
     with _open_parquet(part, access) as parquet:
-        names = {name for _, name in _parquet_leaves(parquet)}
-    return names | {name.split(".")[0] for name in names}
+        schema = parquet.schema_arrow
+    types = {}
+    for column in schema:
+        types[column.name] = _type_name(column.type)
+        struct = column.type.value_type if pa.types.is_list(column.type) else column.type
+        if pa.types.is_struct(struct):
+            types |= {f"{column.name}.{field.name}": _type_name(field.type) for field in struct}
+    return types
+
+
+def _type_name(found: pa.DataType) -> str:
+    found = found.value_type if pa.types.is_dictionary(found) else found
+    are_texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    return TEXT if any(is_text(found) for is_text in are_texts) else str(found)
 
 
 def _jsonl_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...], access: Access) -> Iterator[Row]:
     wanted = {column.split(".")[0] for column in columns}
-    if part.is_remote:
-        for line in islice(_jsonl_lines(part, access), start, stop):
-            row = json.loads(line)
-            yield {name: row.get(name) for name in wanted}
-        return
-    import datasets
-
-    stream = datasets.load_dataset("json", data_files=part.path, split="train", streaming=True).skip(start)
-    # Not `iter(stream)`: in a DataLoader worker it deals the one file to worker 0 and gives the others nothing.
-    batches = stream.iter(batch_size=ROWS_PER_BATCH)
-    rows = (dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True))
-    for row in islice(rows, None if stop is None else stop - start):
-        yield {name: value for name, value in row.items() if name in wanted}
+    for line in islice(_jsonl_lines(part, access), start, stop):
+        row = _parse(line)
+        yield {name: row.get(name) for name in wanted}
 
 
 def _count_jsonl(part: Part, access: Access) -> int:
     return sum(1 for _ in _jsonl_lines(part, access))
 
 
-def _jsonl_columns(part: Part, access: Access) -> set[str]:
-    names = set()
+def _jsonl_columns(part: Part, access: Access) -> dict[str, str]:
+    types = {}
     for line in islice(_jsonl_lines(part, access), 1):
-        for name, value in json.loads(line).items():
+        for name, value in _parse(line).items():
+            types[name] = _type_of(value)
             first = value[0] if isinstance(value, list) and value else value
-            names |= {name} | ({f"{name}.{field}" for field in first} if isinstance(first, dict) else set())
-    return names
+            if isinstance(first, dict):
+                types |= {f"{name}.{field}": _type_of(inner) for field, inner in first.items()}
+    return types
+
+
+def _type_of(value: Any) -> str:
+    return TEXT if value is None or isinstance(value, str) else type(value).__name__
+
+
+def _parse(line: bytes) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"the line is no JSON ({_first_line(error)})") from error
+    if not isinstance(row, dict):
+        raise BadRow(f"the line must be a JSON object, but is of type {type(row).__name__}")
+    return row
 
 
 def _jsonl_lines(part: Part, access: Access) -> Iterator[bytes]:
-    # Not `datasets` for remote parts: it would list the repository in every process, and check nothing.
-    opened = fsspec.open(part.path, "rb", compression="infer") if not part.is_remote else _buffered(part, access)
-    with opened as file:
-        yield from (line for line in file if line.strip())
-
-
-def _buffered(part: Part, access: Access) -> BinaryIO:
-    file = io.BufferedReader(open_file(part, access), BUFFER_BYTES)
-    compression = infer_compression(part.name)
-    return compr[compression](file, mode="rb") if compression else file
+    with io.BufferedReader(open_file(part, access), BUFFER_BYTES) as file:
+        compression = infer_compression(part.name)
+        # What unpacks zstd cannot give lines by itself.
+        lines = io.BufferedReader(compr[compression](file, mode="rb")) if compression else file
+        yield from (line for line in lines if line.strip())
 
 
 def _entry_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...], access: Access) -> Iterator[Row]:
@@ -254,7 +318,6 @@ def _entry_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ..
 
 
 def _text_row(part: Part, entry: str) -> Row:
-    # Read directly: the text loader of `datasets` does not say which file a row comes from.
     root = Path(part.path)
     content = read_text(root / entry)
     return {
@@ -270,19 +333,20 @@ def _embedded_row(part: Part, entry: str) -> Row:
     return embedded.row(part.name, entry)
 
 
-def _entry_columns(part: Part, access: Access) -> set[str]:
+def _entry_columns(part: Part, access: Access) -> dict[str, str]:
     if part.kind == "text":
-        return {"repo_path", "file_path", "language", "content", "text"}
+        return dict.fromkeys(("repo_path", "file_path", "language", "content", "text"), TEXT)
     if part.name == "embedded:prose":
-        return {"text"}
-    return {"repo_path", "files", "files.file_path", "files.content", "files.language", "files.is_vendor"}
+        return {"text": TEXT}
+    texts = ("repo_path", "files.file_path", "files.content", "files.language")
+    return {**dict.fromkeys(texts, TEXT), "files": "list", "files.is_vendor": "bool"}
 
 
 @dataclass(frozen=True)
 class _Reader:
     rows: Callable[[Part, int, int | None, tuple[str, ...], Access], Iterator[Row]]
     count: Callable[[Part, Access], int]
-    columns: Callable[[Part, Access], set[str]]
+    columns: Callable[[Part, Access], dict[str, str]]
 
 
 def _first_line(error: Exception) -> str:

@@ -29,7 +29,7 @@ class RowStream:
         lane, lanes: place i of an epoch's order of shards belongs to lane i mod `lanes`.
         window: rows that are shuffled together.
         open_parts: shards read in turn, one row each.
-        columns, access: what `open_rows` is asked for and by.
+        columns, access, texts: what `open_rows` is asked for and by.
         state: where to go on; None is the start of epoch 0.
 
     Raises UserError when the source has no rows at all.
@@ -47,6 +47,7 @@ class RowStream:
         open_parts: int,
         columns: tuple[str, ...],
         access: Access | None = None,
+        texts: tuple[str, ...] = (),
         state: RowState | None = None,
     ):
         self._shards = shards
@@ -58,6 +59,7 @@ class RowStream:
         self._open_parts = open_parts
         self._columns = columns
         self._access = access or Access(source_name, Streaming())
+        self._texts = texts
         self._empty_shards: set[int] = set()
         epoch, self._num_begun, self._turn, open_shards = state or (0, 0, 0, ())
         self._start_epoch(epoch)
@@ -66,6 +68,12 @@ class RowStream:
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    @property
+    def epochs_to_meet_all(self) -> int:
+        """Whole epochs in which this lane is as good as certain to get every shard: one that has a place in one of n
+        lanes, drawn anew each time, stays away from this lane for so many epochs with probability below 1e-9."""
+        return 2 + 30 * (self._lanes - 1)
 
     def state(self) -> RowState:
         """The position of the next row."""
@@ -105,7 +113,7 @@ class RowStream:
     def _open_shard(self, place: int, window: int, taken: int) -> "_OpenShard":
         index = self._order[place]
         purpose = (self._seed, "rows", self._source_name, self._epoch, index)
-        rows = open_rows(self._shards[index], window * self._window, self._columns, self._access)
+        rows = open_rows(self._shards[index], window * self._window, self._columns, self._access, self._texts)
         return _OpenShard(
             place,
             window,

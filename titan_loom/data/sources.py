@@ -6,12 +6,11 @@ Everything that a user can get wrong about a source is found here, before any tr
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-
-from pyarrow.lib import ArrowException
 
 from titan_loom.config.job_config import Data, Source, Streaming
 from titan_loom.data import embedded
@@ -19,13 +18,16 @@ from titan_loom.data.documents import Format, get_format
 from titan_loom.data.filters import filter_columns, has_filters
 from titan_loom.data.languages import language_of
 from titan_loom.data.packs import is_pack, open_pack
-from titan_loom.data.readers import Part, Shard, column_names, count_rows
+from titan_loom.data.readers import DAMAGED, TEXT, Part, Shard, column_types, count_rows
 from titan_loom.data.retry import Access
 from titan_loom.data.text_files import list_files
 from titan_loom.errors import UserError
 
 FILES_PER_PART = 256
 """Text files are read in runs of this many: one part a file would shuffle well but open and close all day."""
+
+MAX_HUB_NAME_CHARS = 96
+"""As the Hub has it, owner included."""
 
 _ALLOWED = "parquet (.parquet), jsonl (.jsonl, .jsonl.gz, .jsonl.zst) or text files (.py, .md, .txt and the like)"
 _TABLES = {".parquet": "parquet", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl"}
@@ -86,8 +88,9 @@ def list_parts(name: str, source: Source, access: Access | None = None, commit: 
     """The parts of the source called `name`, its format and columns checked; of a Hub dataset, those at `commit`.
 
     Raises UserError for an unknown format, a path that does not exist, a folder without usable files or with parquet
-    and jsonl, a damaged first part, rows that lack the format's columns, a Hub dataset that is not there or cannot be
-    reached; ReadError for one whose server keeps failing.
+    and jsonl, a damaged file (looked at are the footers of all parquet files, else the first row), rows that lack the
+    format's columns or hold something else in them, a Hub dataset that is not there or cannot be reached; ReadError for
+    one whose server keeps failing.
     """
     form = get_format(name, source.format)
     access = access or Access(name, Streaming())
@@ -97,15 +100,20 @@ def list_parts(name: str, source: Source, access: Access | None = None, commit: 
         parts = _hub_parts(f"data.sources.{name}", source, commit, access)
     else:
         parts = find_parts(f"data.sources.{name}.path", source.path, source.format)
-    _check_columns(name, form, parts.parts[0], access)
-    _check_filter_columns(name, source, form, parts.parts[0], access)
+    # The footers of local tables are cheap to look at, those of a Hub dataset are not.
+    looked_at = parts.parts if parts.kind == "parquet" and not parts.parts[0].is_remote else parts.parts[:1]
+    for part in looked_at:
+        found = _columns_of(name, part, access)
+        if found:
+            _check_columns(name, form, part, found)
+            _check_filter_columns(name, source, form, part, found)
     return parts
 
 
 def is_on_hub(path: str) -> bool:
     """Whether `path` means a dataset on the Hub: it looks like one and is no local path."""
-    looks_like = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
-    return looks_like and not Path(path).exists()
+    looks_like = len(path) <= MAX_HUB_NAME_CHARS and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
+    return looks_like and not os.path.exists(path)
 
 
 def source_columns(name: str, source: Source) -> tuple[str, ...]:
@@ -165,9 +173,12 @@ def _hub_parts(key: str, source: Source, commit: str | None, access: Access) -> 
 
 
 def _local_parts(found: str, given_path: str, form: str) -> Parts:
-    path = Path(given_path).expanduser()
-    if not given_path or not path.exists():
+    # Not the methods of Path: they raise for a name that is too long and for a user that there is not.
+    path = Path(os.path.expanduser(given_path))
+    if not given_path or not os.path.exists(path):
         raise UserError(f"{found} {_why_missing(given_path)}")
+    if not (path.is_dir() or path.is_file()):
+        raise UserError(f"{found} is neither a regular file nor a folder")
     root, files = (path, list_files(path)) if path.is_dir() else (path.parent, [path.name])
     by_kind: dict[str, list[str]] = {"parquet": [], "jsonl": [], "text": []}
     for file in files:
@@ -227,23 +238,31 @@ def _text_parts(root: Path, files: list[str]) -> list[Part]:
     ]
 
 
-def _check_columns(name: str, form: Format, part: Part, access: Access) -> None:
+def _columns_of(name: str, part: Part, access: Access) -> dict[str, str]:
     try:
-        found = column_names(part, access)
-    except (ArrowException, OSError, EOFError, ValueError, AttributeError) as error:
+        return column_types(part, access)
+    except DAMAGED as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"data.sources.{name}.path: {part.name} cannot be read as {part.kind} ({reason})") from error
-    if found and (missing := set(form.columns) - found):
+
+
+def _check_columns(name: str, form: Format, part: Part, found: dict[str, str]) -> None:
+    if missing := set(form.columns) - found.keys():
         raise UserError(
             f"data.sources.{name}.format = {form.name!r} needs the columns {', '.join(form.columns)}, but {part.name} "
             f"lacks {', '.join(sorted(missing))} and has {', '.join(sorted(found))}"
         )
+    for column in form.texts:
+        if (kind := found.get(column, TEXT)) != TEXT:
+            raise UserError(
+                f"data.sources.{name}.format = {form.name!r} needs texts in the column {column}, but {part.name} has "
+                f"{kind} there"
+            )
 
 
-def _check_filter_columns(name: str, source: Source, form: Format, part: Part, access: Access) -> None:
-    found = column_names(part, access)
+def _check_filter_columns(name: str, source: Source, form: Format, part: Part, found: dict[str, str]) -> None:
     for column in filter_columns(source, form):
-        if found and column not in found:
+        if column not in found:
             key = "languages" if column == "language" else "license_column"
             raise UserError(
                 f"data.sources.{name}.{key} needs the column {column}, but {part.name} has {', '.join(sorted(found))}"

@@ -5,6 +5,7 @@ padding or template the file asks for is off; EOS is appended to every document,
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,12 +19,16 @@ DEFAULT_PATH = Path(__file__).parent.parent / "assets" / "tokenizer"
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 
+# Every byte that UTF-8 has: all of one character and, by every 64th character, all that may begin one.
+_ALL_BYTES = "".join(chr(i) for i in [*range(0x100), *range(0x100, 0x110000, 64)] if not 0xD800 <= i < 0xE000)
+
 
 class Tokenizer:
     """A tokenizer made from the text of a `tokenizer.json`. Raises ValueError when it is none.
 
     Attributes:
         vocab_size: entries, special tokens included.
+        max_id: the largest id.
         eos_id: id of `<|eos|>`, None when there is none.
         sha256: of the file's text, hexadecimal.
     """
@@ -39,6 +44,7 @@ class Tokenizer:
         self._text = text
         self._words = Words(self._tokenizer) if has_known_words(text) else None
         self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.max_id: int = max(self._tokenizer.get_vocab().values(), default=-1)
         self.eos_id: int | None = self._tokenizer.token_to_id(EOS)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
 
@@ -68,10 +74,10 @@ def load_tokenizer(path: str | None = None) -> Tokenizer:
 
     Raises UserError when there is no such file or it holds no tokenizer.
     """
-    location = DEFAULT_PATH if path is None else Path(path).expanduser()
-    file = location / "tokenizer.json" if location.is_dir() else location
+    location = DEFAULT_PATH if path is None else Path(os.path.expanduser(path))
+    file = location / "tokenizer.json" if os.path.isdir(location) else location
     key = f"model.tokenizer_path = {path!r}"
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise UserError(f"{key}: {file} does not exist, give a folder that holds a tokenizer.json")
     try:
         return Tokenizer(file.read_text("utf-8"))
@@ -81,7 +87,8 @@ def load_tokenizer(path: str | None = None) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises UserError unless `tokenizer` has `vocab_size` entries and `<|eos|>` is 2."""
+    """Raises UserError unless `tokenizer` has `vocab_size` entries, with ids below that and 2 for `<|eos|>`, and can
+    encode any text."""
     if tokenizer.vocab_size != vocab_size:
         raise UserError(
             f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size:,} entries, but the model's vocab_size is "
@@ -90,3 +97,15 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.eos_id != EOS_ID:
         found = "is missing" if tokenizer.eos_id is None else f"has id {tokenizer.eos_id}"
         raise UserError(f"model.tokenizer_path: {EOS} {found} in the tokenizer, but must have id {EOS_ID}")
+    if tokenizer.max_id >= vocab_size:
+        raise UserError(
+            f"model.tokenizer_path: the tokenizer has the id {tokenizer.max_id:,}, but ids must be below the model's "
+            f"vocab_size, {vocab_size:,}"
+        )
+    try:
+        (ids,) = tokenizer.encode_batch([_ALL_BYTES])
+    except Exception as error:  # The library raises nothing more specific.
+        reason = f"unknown words stop it ({str(error).splitlines()[0]})"
+        raise UserError(f"model.tokenizer_path: the tokenizer must encode any text, but {reason}") from error
+    if len(ids) == 1:
+        raise UserError("model.tokenizer_path: the tokenizer must encode any text, but gives nothing for all bytes")

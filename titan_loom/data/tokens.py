@@ -17,9 +17,6 @@ from titan_loom.data.rows import RowState, RowStream
 from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.errors import UserError
 
-MAX_EPOCHS_WITHOUT_DOCUMENT = 1000
-"""A lane may get no document in an epoch or in many; in this many there are none."""
-
 Counts = tuple[int, ...]
 """Dropped documents by reason, in the order of `REASONS`."""
 
@@ -92,7 +89,7 @@ class TokenStream:
                 last_epoch = self._rows.epoch
                 yield document.text, (state, index, tuple(filtered))
             first = 0
-            if self._rows.epoch - last_epoch > MAX_EPOCHS_WITHOUT_DOCUMENT:
+            if self._rows.epoch - last_epoch > self._rows.epochs_to_meet_all:
                 raise UserError(
                     f"{source}: no row gives a document in format {self._form.name!r}: "
                     f"all are blank, vendored, binary, not UTF-8 or filtered ({_describe(filtered)})"

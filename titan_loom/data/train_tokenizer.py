@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from titan_loom.data import embedded
 from titan_loom.data.documents import FORMATS, Format
-from titan_loom.data.readers import Shard, column_names, open_rows
+from titan_loom.data.readers import Shard, column_types, open_rows
 from titan_loom.data.sources import find_parts
 from titan_loom.data.tokenizer import BOS, EOS, PAD
 from titan_loom.errors import UserError
@@ -55,9 +55,9 @@ def documents(paths: tuple[str, ...]) -> Iterator[str]:
     """All documents of the sources, in order; each source is read in the first format that its columns allow."""
     for path in paths:
         parts = find_parts("path", path, "file")
-        form = _guess_format(path, column_names(parts.parts[0]))
+        form = _guess_format(path, set(column_types(parts.parts[0])))
         for part in parts.parts:
-            for row in open_rows(Shard(part), 0, form.columns + form.optional):
+            for row in open_rows(Shard(part), 0, form.columns + form.optional, texts=form.texts):
                 yield from (document.text for document in form.read(row, f"path = {path!r}"))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_loom.config import JobConfig
+from titan_loom.config import JobConfig, Training
 from titan_loom.errors import UserError
 
 STATE_FILE = "train_state.json"
@@ -142,8 +142,8 @@ def find_start(
             `check_same_data`.
 
     Raises:
-        UserError: the checkpoint that was asked for is not there, is damaged, or belongs to another model or other
-            data.
+        UserError: the checkpoint that was asked for is not there, is damaged, belongs to another model or other data,
+            or ends with a step that was cut, after which the run cannot go on.
     """
     checkpoint, folder = config.checkpoint, checkpoint_folder(config)
     steps = complete_steps(folder)
@@ -179,6 +179,7 @@ def find_start(
         return None
     start = Start(path, read_state(path, way_on), model_only, way_on)
     _check_same_model(start, config.model.name, model_args)
+    _check_extendable(start, config.training)
     if data_fingerprint is not None:
         check_same_data(start, data_fingerprint)
     return start
@@ -191,6 +192,21 @@ def _check_same_model(start: Start, name: str, model_args: dict[str, Any]) -> No
     for key, found, wanted in _differences(saved["args"], json.loads(json.dumps(model_args))):
         raise UserError(
             f"checkpoint {start.path} holds another model: model.args.{key} is {wanted} here and {found} there"
+        )
+
+
+def _check_extendable(start: Start, training: Training) -> None:
+    """A step that was cut to meet `total_tokens` comes last: data and schedules count all others as full."""
+    if start.model_only:
+        return
+    data, seen = start.state["data"], start.state["tokens_seen"]
+    full = start.state["step"] * data["training.global_batch_size"] * data["training.seq_len"]
+    wanted = training.total_tokens or training.num_steps * training.tokens_per_step
+    if seen != full and wanted > seen:
+        raise UserError(
+            f"training.total_tokens or training.steps ask for {wanted:,} tokens, but the last step of checkpoint "
+            f"{start.path} was cut to end at {seen:,}, after which no run can go on exactly: start a new run from the "
+            "weights with checkpoint.initial_load_path, in another job.dump_folder"
         )
 
 
