@@ -154,7 +154,8 @@ def test_lines_that_look_like_dates_are_texts(tmp_path):
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"content": ["a"]}, "its files must be a list of objects"),
+        ({"content": ["a"], "file_path": []}, "its lists differ in length"),
+        ({"content": "a"}, "its files must be a list of objects"),
         (["a"], "its files must be a list of objects"),
         ([{"content": "a"}, {"content": 1.5}], "its files.content must be a text, but is of type float"),
     ],
@@ -244,3 +245,22 @@ def test_embedded_prose_has_the_shape_of_web_text():
     rows = rows_of(part)
     assert len(rows) == len(part.entries) > 50
     assert all(row.keys() == {"text"} and len(row["text"]) > 100 for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_struct_of_lists_is_the_list_of_structs_that_it_stands_for(tmp_path, kind):
+    files = {"file_path": ["a.py", "b.py"], "content": ["x = 1", "y = 2"], "size": [5, 5]}
+    row = {"repo_path": "o/n", "files": files}
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "part.parquet")
+    else:
+        (tmp_path / "part.jsonl").write_text(json.dumps(row) + "\n")
+    source = Source(path=str(tmp_path), format="repository")
+    (part,) = list_parts("s", source).parts
+    form = FORMATS["repository"]
+    (found,) = open_rows(Shard(part), 0, form.columns + form.optional, texts=form.texts)
+    assert [(file["file_path"], file["content"]) for file in found["files"]] == [("a.py", "x = 1"), ("b.py", "y = 2")]
+    texts = [document.text for document in form.documents(found)]
+    assert [text.splitlines()[-1] for text in texts] == ["x = 1", "y = 2"]
+    if kind == "parquet":
+        assert "size" not in found["files"][0]

@@ -33,6 +33,8 @@ from titan_loom.errors import ReadError, UserError
 Row = dict[str, Any]
 
 ROWS_PER_BATCH = 16
+_LIST_LEVELS = {"list", "element", "item", "array", "bag"}  # what writers call the levels of a list
+
 BUFFER_BYTES = 1 << 20
 FOOTERS_IN_MEMORY = 64
 TEXT = "text"
@@ -101,7 +103,10 @@ def open_rows(
     part, row = shard.part, shard.start + start_row
     access = access or _default_access(part)
     try:
+        nested = {column.partition(".")[0] for column in columns if "." in column}
         for item in _READERS[part.kind].rows(part, row, shard.stop, columns, access):
+            for name in nested & item.keys():
+                item[name] = _list_of_structs(item[name])
             _check_texts(item, texts)
             yield item
             row += 1
@@ -130,6 +135,15 @@ def _unreadable(part: Part, access: Access, error: Exception, row: int | None = 
     failure = ReadError(access.name, part.name, _first_line(error), row)
     is_of_the_machine = isinstance(error, OSError) and error.errno is not None
     return failure if part.is_remote or is_of_the_machine else UserError(str(failure))
+
+
+def _list_of_structs(value: Any) -> Any:
+    """A struct of lists, as some writers lay it out, as the list of structs that it stands for."""
+    if not isinstance(value, dict) or not all(isinstance(items, list) for items in value.values()):
+        return value
+    if len({len(items) for items in value.values()}) > 1:
+        raise BadRow("its lists differ in length")
+    return [dict(zip(value, items, strict=True)) for items in zip(*value.values(), strict=True)]
 
 
 def _check_texts(row: Row, columns: tuple[str, ...]) -> None:
@@ -240,9 +254,10 @@ def _row_groups(parquet: pq.ParquetFile, start: int, stop: int | None) -> tuple[
 
 
 def _parquet_leaves(parquet: pq.ParquetFile) -> list[tuple[str, str]]:
-    """Path in the file and our name of every leaf: (`files.list.element.content`, `files.content`)."""
+    """Path in the file and our name of every leaf: `files.list.element.content` (a list of structs) and
+    `files.content.list.element` (a struct of lists) are both `files.content`."""
     paths = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
-    return [(path, f"{path.split('.')[0]}.{path.split('.')[-1]}" if "." in path else path) for path in paths]
+    return [(path, ".".join([name for name in path.split(".") if name not in _LIST_LEVELS][:2])) for path in paths]
 
 
 def _count_parquet(part: Part, access: Access) -> int:
@@ -256,10 +271,14 @@ def _parquet_columns(part: Part, access: Access) -> dict[str, str]:
     types = {}
     for column in schema:
         types[column.name] = _type_name(column.type)
-        struct = column.type.value_type if pa.types.is_list(column.type) else column.type
+        struct = _item_type(column.type)
         if pa.types.is_struct(struct):
-            types |= {f"{column.name}.{field.name}": _type_name(field.type) for field in struct}
+            types |= {f"{column.name}.{field.name}": _type_name(_item_type(field.type)) for field in struct}
     return types
+
+
+def _item_type(found: pa.DataType) -> pa.DataType:
+    return found.value_type if pa.types.is_list(found) or pa.types.is_large_list(found) else found
 
 
 def _type_name(found: pa.DataType) -> str:
@@ -284,7 +303,8 @@ def _jsonl_columns(part: Part, access: Access) -> dict[str, str]:
     for line in islice(_jsonl_lines(part, access), 1):
         for name, value in _parse(line).items():
             types[name] = _type_of(value)
-            first = value[0] if isinstance(value, list) and value else value
+            structs = _list_of_structs(value)
+            first = structs[0] if isinstance(structs, list) and structs else structs
             if isinstance(first, dict):
                 types |= {f"{name}.{field}": _type_of(inner) for field, inner in first.items()}
     return types
