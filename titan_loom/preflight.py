@@ -29,6 +29,10 @@ def preflight(config: JobConfig, world_size: int) -> None:
             f"model.args.max_seq_len = {args.max_seq_len}"
         )
 
+    from titan_loom.training.loops import LoopPlan
+
+    LoopPlan(config.model, config.training, args, config.debug.seed)
+
     from titan_loom.data.loader import data_fingerprint
     from titan_loom.data.tokenizer import check_tokenizer, load_tokenizer
     from titan_loom.training.checkpoint_files import find_start

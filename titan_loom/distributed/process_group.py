@@ -5,7 +5,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_loom.config.job_config import Comm
 
@@ -31,11 +30,6 @@ def init_process_group(comm: Comm, device: torch.device) -> None:
         device_id=device if device.type == "cuda" else None,
         **kwargs,
     )
-
-
-def build_mesh(device: torch.device) -> DeviceMesh:
-    """A 1-D mesh over all processes, along which parameters are sharded and the batch is split."""
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 
 
 def sum_over_ranks(values: list[int]) -> list[int]:
