@@ -101,11 +101,11 @@ class Run:
             groups,
             OptimizerConfig(
                 name=layout.optimizer,
-                lr=0.01,
+                lr=0.002,
                 muon=MuonGroup(lr=0.002, ns_dtype="float32"),
-                embeddings=EmbeddingsGroup(lr=0.01),
-                ngram=NgramGroup(lr=0.01),
-                controls=ControlsGroup(lr=0.01),
+                embeddings=EmbeddingsGroup(lr=0.002),
+                ngram=NgramGroup(lr=0.002),
+                controls=ControlsGroup(lr=0.002),
             ),
         )
 
