@@ -30,6 +30,10 @@ def preflight(config: JobConfig, world_size: int) -> None:
             f"model.args.max_seq_len = {args.max_seq_len}"
         )
 
+    from titan_loom.training.loops import LoopPlan
+
+    LoopPlan(config.model, config.training, args, config.debug.seed)
+
     from titan_loom.data.documents import get_format
     from titan_loom.data.loader import data_fingerprint
     from titan_loom.data.sources import is_on_hub, list_sources

@@ -31,11 +31,9 @@ from titan_loom.data.loader import (
 )
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import load_tokenizer
-from titan_loom.distributed.compile import apply_compile
-from titan_loom.distributed.fsdp import apply_fsdp, reshard_looped_blocks, set_last_micro_batch
-from titan_loom.distributed.init import materialize
+from titan_loom.distributed.compile import compiled
+from titan_loom.distributed.parallelize import parallelize
 from titan_loom.distributed.process_group import (
-    build_mesh,
     check_same_on_all_ranks,
     first_error,
     from_rank0,
@@ -57,7 +55,8 @@ from titan_loom.tools.logging import logger
 from titan_loom.tools.random import derive_seed
 from titan_loom.training import checkpoint_files
 from titan_loom.training.checkpoint import CheckpointManager
-from titan_loom.training.loss import chunked_cross_entropy
+from titan_loom.training.loops import LoopPlan
+from titan_loom.training.loss import chunk_losses, chunked_cross_entropy
 from titan_loom.training.metrics import MetricsProcessor, StepRecord
 from titan_loom.training.run_folder import RunFolder
 from titan_loom.training.signals import StopRequest
@@ -82,12 +81,12 @@ class Trainer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.micro_batches = training.global_batch_size // (training.local_batch_size * self.world_size)
         check_same_on_all_ranks(asdict(replace(config, job=replace(config.job, config_file=None))))
-        self.mesh = build_mesh(self.device)
         self.stop = StopRequest()
         torch.use_deterministic_algorithms(config.debug.deterministic)
         gc.disable()
 
         self.args = model_args(config.model)
+        self.loops = LoopPlan(config.model, training, self.args, config.debug.seed)
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
         self.run_folder: RunFolder | None = None  # rank 0 holds it
         self.data_fingerprint, self.listing, start = from_rank0(self._open_run_folder)
@@ -133,8 +132,6 @@ class Trainer:
             source_names=list(config.data.sources),
             total_steps=self.num_steps,
             start_step=self.step,
-            flops_per_token=self.model.flops_per_token(training.seq_len),
-            num_loops=self.args.num_loops,
         )
         self._log_summary()
 
@@ -165,15 +162,18 @@ class Trainer:
         with torch.device("meta"):
             self.model = build_model(self.args).to(getattr(torch, training.dtype))
         check_expected_parameters(self.model, self.config.model.expected_parameters)
-        apply_fsdp(
+        self.data_parallel = parallelize(
             self.model,
-            self.mesh,
+            self.device,
+            parallelism=self.config.parallelism,
+            activation_checkpoint=self.config.activation_checkpoint,
+            compile=self.config.compile,
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            micro_batches=self.micro_batches,
+            seed=self.config.debug.seed,
         )
-        if self.config.compile.enable:
-            apply_compile(self.model, self.config.compile)
-        materialize(self.model, self.device, self.config.debug.seed)
+        self.chunk_losses = compiled(chunk_losses, "loss", self.config.compile)
 
     def _build_schedules(self) -> None:
         training, optimizer = self.config.training, self.config.optimizer
@@ -194,6 +194,7 @@ class Trainer:
             + ")"
         )
         logger.info(f"Layers in execution order: {' '.join(map(str, self.args.visits()))}")
+        logger.info(f"Loops: {self.loops.describe()}")
         for group in self.optimizers.describe():
             logger.info(
                 f"Optimizer group {group['name']}: {group['optimizer']}, {group['tensors']} tensors, "
@@ -261,8 +262,9 @@ class Trainer:
         self.optimizers.set_lr(self.learning_rate.lr_factor(index))
         self.optimizers.set_weight_decay(weight_decay)
 
+        num_loops = self.loops.num_loops(index)
         self.optimizers.zero_grad()
-        sums = self.forward_backward(batch, num_tokens)
+        sums = self.forward_backward(batch, num_tokens, num_loops)
         grad_norm = self._clip()
         self.optimizers.step()
 
@@ -279,6 +281,9 @@ class Trainer:
                 source_tokens=dict(self.source_tokens),
                 lr=self.optimizers.lr(),
                 weight_decay=weight_decay,
+                num_loops=num_loops or self.args.num_loops,
+                flops=num_tokens
+                * self.model.flops_per_token(self.config.training.seq_len, num_loops, self.loops.backprop_loops),
                 data_wait=data_wait,
                 filtered=count_by_reason(list(self.source_tokens), filtered),
                 source_wait=batch.read_seconds,
@@ -306,8 +311,10 @@ class Trainer:
                 raise Interrupted(f"stopped by {self.stop.reason or 'another rank'} while waiting for data")
             logger.warning(f"Step {self.step} waits for the data of ranks {ranks_where(fetch.is_alive())}")
 
-    def forward_backward(self, batch: Batch, num_tokens: int) -> Tensor:
+    def forward_backward(self, batch: Batch, num_tokens: int, num_loops: int | None = None) -> Tensor:
         """Accumulate the gradients of this rank's share of a global batch with `num_tokens` supervised tokens.
+
+        `num_loops`: passes over the looped stack; default: as the model is configured.
 
         Returns:
             fp32 (2 + num_sources,), sums over this rank's tokens: cross-entropy, weighted z-loss, and the
@@ -320,22 +327,23 @@ class Trainer:
         )
         for i, micro_batch in enumerate(micro_batches):
             inputs, labels, sources = (t.to(self.device, non_blocking=True) for t in micro_batch)
-            set_last_micro_batch(self.model, i == self.micro_batches - 1)
             documents = documents_of(inputs, self.tokenizer.eos_id) if self.config.data.document_mask else None
-            hidden = self.model(inputs, documents=documents)  # (batch, seq, dim)
-            losses = chunked_cross_entropy(
-                hidden.flatten(0, 1),
-                self.model.head_weight,
-                labels.flatten(),
-                z_coefficient=self.z_coefficient,
-                chunk_tokens=training.loss_chunk_tokens,
-            )
-            (losses.loss_sum / num_tokens).backward()
+            with self.data_parallel.micro_batch(last=i == self.micro_batches - 1):
+                # (batch, seq, dim)
+                hidden = self.model(inputs, num_loops, self.loops.backprop_loops, documents)
+                losses = chunked_cross_entropy(
+                    hidden.flatten(0, 1),
+                    self.model.head_weight,
+                    labels.flatten(),
+                    z_coefficient=self.z_coefficient,
+                    chunk_tokens=training.loss_chunk_tokens,
+                    chunk=self.chunk_losses,
+                )
+                (losses.loss_sum / num_tokens).backward()
             sums[0] += losses.ce.sum()
             sums[1] += self.z_coefficient * losses.z.sum()
             # Rows without a source (-1) have no supervised token and add zero to whichever entry they meet.
             sums[2:].index_add_(0, sources.clamp(min=0), losses.ce.view_as(labels).sum(1))
-        reshard_looped_blocks(self.model)
         return sums
 
     def _clip(self) -> Tensor:
@@ -404,5 +412,6 @@ class Trainer:
         self.metrics.close()
         if self.run_folder is not None:
             self.run_folder.close()
-        self.model = self.optimizers = self.checkpoints = None
-        leave_process_group(self.mesh)
+        mesh = self.data_parallel.mesh
+        self.model = self.optimizers = self.checkpoints = self.data_parallel = None
+        leave_process_group(mesh)

@@ -99,6 +99,27 @@ def test_an_infinite_norm_means_no_clipping():
             ["optimizer.weight_decay is 0", "greater than 0"],
         ),
         ({"training__z_loss_until_tokens": "5"}, ["training.z_loss_until_tokens is 5", "training.z_loss is 0"]),
+        ({"parallelism__data_parallel_shard_degree": "0"}, ["parallelism.data_parallel_shard_degree is 0", "-1"]),
+        (
+            {"model__loop_sampling": "uniform"},
+            ["model.loop_sampling_max is not set", "'uniform'", "at least loop_sampling_min = 1"],
+        ),
+        (
+            {"model__loop_sampling": "uniform", "model__loop_sampling_min": "3", "model__loop_sampling_max": "2"},
+            ["model.loop_sampling_max is 2", "loop_sampling_min = 3"],
+        ),
+        (
+            {
+                "model__loop_sampling": "poisson-lognormal",
+                "model__loop_sampling_max": "2",
+                "model__loop_sampling_mean": "1",
+            },
+            ["model.loop_sampling_mean is 1.0", "above 1"],
+        ),
+        (
+            {"activation_checkpoint__mode": "selective", "activation_checkpoint__per": "loop"},
+            ["activation_checkpoint.per is 'loop'", "'visit'"],
+        ),
         ({"compile__enable": "true", "compile__components": ""}, ["compile.components is empty", '"model"']),
         ({"checkpoint__keep_latest_k": "1"}, ["checkpoint.keep_latest_k is 1", "0", "at least 2"]),
         ({"checkpoint__load_step": "-2"}, ["checkpoint.load_step is -2", "-1"]),
@@ -145,6 +166,24 @@ def test_the_expected_number_of_processes_is_held():
     config = changed(parallelism__expected_world_size="2")
     check(config, 2)
     assert sentence(config, 1) == "parallelism.expected_world_size is 2; this run has 1 process"
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [("1", "-1"), ("1", "4"), ("2", "2"), ("4", "1"), ("4", "-1")])
+def test_degrees_that_multiply_to_the_number_of_processes_pass(replicate, shard):
+    check(
+        changed(
+            parallelism__data_parallel_replicate_degree=replicate,
+            parallelism__data_parallel_shard_degree=shard,
+        ),
+        4,
+    )
+
+
+def test_degrees_that_do_not_multiply_to_the_number_of_processes_name_those_that_do():
+    found = sentence(changed(parallelism__data_parallel_replicate_degree="3"), 4)
+    assert found.startswith("parallelism.data_parallel_replicate_degree is 3") and found.endswith("= 4: 1, 2 or 4")
+    found = sentence(changed(parallelism__data_parallel_shard_degree="3"), 4)
+    assert found.startswith("parallelism.data_parallel_shard_degree is 3") and found.endswith("= 4: -1 or 4")
 
 
 def test_a_schedule_may_be_longer_than_the_run_or_end_above_zero():

@@ -63,8 +63,13 @@ def tokens(batch: int = 2, seq: int = 12, vocab_size: int = TINY.vocab_size) -> 
     return torch.randint(0, vocab_size, (batch, seq), generator=torch.Generator().manual_seed(2))
 
 
-def reference(model: NanoCoder, ids: torch.Tensor, num_loops: int | None = None) -> torch.Tensor:
-    """The hidden state by the equations, token by token and head by head, from the parameters alone."""
+def reference(
+    model: NanoCoder, ids: torch.Tensor, num_loops: int | None = None, detach_at: int | None = None
+) -> torch.Tensor:
+    """The hidden state by the equations, token by token and head by head, from the parameters alone.
+
+    `detach_at`: visit whose input passes no gradient on to earlier visits.
+    """
     args, p = model.args, dict(model.named_parameters())
     seq = ids.shape[1]
 
@@ -113,6 +118,8 @@ def reference(model: NanoCoder, ids: torch.Tensor, num_loops: int | None = None)
     injections = args.injections(num_loops)
     for visit, layer in enumerate(args.visits(num_loops)):
         block = f"blocks.{layer}"
+        if visit == detach_at:
+            x = x.detach()
         if visit in injections:
             x = x + p["ngram.injection_scales"][injections[visit]] * u
         if args.refresh == "scalar":
@@ -128,18 +135,45 @@ def reference(model: NanoCoder, ids: torch.Tensor, num_loops: int | None = None)
     return norm(x, "final_norm")
 
 
-@pytest.mark.parametrize("args", VARIANTS)
-def test_forward_and_gradients_follow_the_equations(args):
+def loss(model: NanoCoder, hidden: torch.Tensor) -> torch.Tensor:
+    logits = hidden @ model.embedding.weight.T
+    return F.cross_entropy(logits.flatten(0, 1), tokens(vocab_size=60).flatten())
+
+
+def assert_equal_gradients(model: NanoCoder, found: torch.Tensor, expected: torch.Tensor) -> None:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = [torch.autograd.grad(value, parameters, allow_unused=True) for value in (found, expected)]
+    for name, gradient, wanted in zip(names, *gradients, strict=True):
+        if wanted is None:
+            assert gradient is None, name
+        else:
+            error = (gradient - wanted).norm() / wanted.norm()
+            assert error < 1e-4, f"{name}: {error}"  # the RoPE tables are in fp32 by design
+
+
+@pytest.mark.parametrize(
+    ("args", "num_loops"), [*((args, None) for args in VARIANTS), (TINY, 1), (TINY, 5), (VARIANTS[1], 3)]
+)
+def test_loss_and_gradients_are_those_of_the_equations_unrolled(args, num_loops):
     model, ids = trained(args), tokens()
-    weights = torch.randn(2, 12, args.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    hidden, expected = model(ids), reference(model, ids)
-    # The RoPE tables are in fp32 by design: agreement ends there.
+    hidden, expected = model(ids, num_loops), reference(model, ids, num_loops)
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
-    found = torch.autograd.grad((hidden * weights).sum(), list(model.parameters()))
-    wanted = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
-    for (name, _), gradient, expected_gradient in zip(model.named_parameters(), found, wanted, strict=True):
-        error = (gradient - expected_gradient).norm() / expected_gradient.norm()
-        assert error < 1e-4, f"{name}: {error}"
+    assert_equal_gradients(model, loss(model, hidden), loss(model, expected))
+
+
+@pytest.mark.parametrize("args", VARIANTS[:2])
+@pytest.mark.parametrize("backprop_loops", [1, 2, 3, 4])
+def test_truncated_backprop_differentiates_the_last_loops_only(args, backprop_loops):
+    model, ids, num_loops = trained(args), tokens(), 3
+    first = args.prelude + (num_loops - backprop_loops) * args.loop if backprop_loops < num_loops else None
+    hidden, expected = model(ids, num_loops, backprop_loops), reference(model, ids, num_loops, first)
+    torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+    assert_equal_gradients(model, loss(model, hidden), loss(model, expected))
+
+
+def test_a_fixed_schedule_has_no_loops_to_truncate():
+    with pytest.raises(UserError, match="backprop_loops is 1"):
+        trained(VARIANTS[3])(tokens(), backprop_loops=1)
 
 
 @pytest.mark.parametrize("num_loops", [1, 2, 4])
@@ -232,35 +266,22 @@ def test_initial_values_depend_on_seed_and_name_only():
     assert not torch.equal(model.blocks[0].attention.query.weight, model.blocks[1].attention.query.weight)
 
 
-@pytest.mark.parametrize(("args", "num_loops"), [*((args, None) for args in VARIANTS), (TINY, 1), (VARIANTS[1], 3)])
-def test_flops_equal_what_torch_counts(args, num_loops):
+@pytest.mark.parametrize(
+    ("args", "num_loops", "backprop_loops"),
+    [
+        *((args, None, None) for args in VARIANTS),
+        (TINY, 1, None),
+        (VARIANTS[1], 3, None),
+        *((TINY, 4, k) for k in (1, 3, 4)),
+    ],
+)
+def test_flops_equal_what_torch_counts(args, num_loops, backprop_loops):
     model, ids = initialized(args), tokens()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.logits(model(ids, num_loops)).sum().backward()
+        model.logits(model(ids, num_loops, backprop_loops)).sum().backward()
     convolutions = sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "convolution" in str(op))
-    assert counter.get_total_flops() - convolutions == ids.numel() * model.flops_per_token(ids.shape[1], num_loops)
-
-
-@pytest.mark.parametrize("refresh", ["scalar", "gated"])
-def test_one_graph_serves_every_layer_visit_and_number_of_loops(refresh):
-    """The first block called with x and x0 the same tensor once cost a second graph."""
-    torch._dynamo.reset()
-    model, ids = initialized(replace(TINY, refresh=refresh)), tokens()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    for block in model.blocks:
-        block.compile(backend=backend, dynamic=False)
-    for num_loops in (None, 1, 4):
-        model(ids, num_loops).sum().backward()
-        with torch.no_grad():
-            for block in model.blocks:
-                block.alpha += 0.1
-    assert len(graphs) == 1
-    torch._dynamo.reset()
+    per_token = model.flops_per_token(ids.shape[1], num_loops, backprop_loops)
+    assert counter.get_total_flops() - convolutions == ids.numel() * per_token
 
 
 @pytest.mark.parametrize("args", VARIANTS[:2])

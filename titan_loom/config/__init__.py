@@ -1,6 +1,7 @@
 """The configuration of a run: its sections, how they are read, what is checked before anything starts."""
 
 from titan_loom.config.job_config import (
+    ActivationCheckpoint,
     Checkpoint,
     Comm,
     Compile,
@@ -26,6 +27,7 @@ from titan_loom.config.job_config import (
 from titan_loom.config.loading import load_config, print_help, to_toml
 
 __all__ = [
+    "ActivationCheckpoint",
     "Checkpoint",
     "Comm",
     "Compile",

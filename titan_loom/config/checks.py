@@ -9,11 +9,24 @@ from functools import reduce
 from pathlib import PurePath
 from typing import Any
 
-from titan_loom.config.job_config import Checkpoint, Compile, Data, JobConfig, LRScheduler, Optimizer, Training
+from titan_loom.config.job_config import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Compile,
+    Data,
+    JobConfig,
+    LRScheduler,
+    Model,
+    Optimizer,
+    Parallelism,
+    Training,
+)
 from titan_loom.errors import UserError
 
 POSITIVE = [
     "model.expected_parameters",
+    "model.loop_sampling_min",
+    "model.loop_sampling_max",
     "data.lanes",
     "data.window",
     "data.open_parts",
@@ -27,12 +40,14 @@ POSITIVE = [
     "training.max_norm",
     "training.z_loss_until_tokens",
     "training.loss_chunk_tokens",
+    "training.backprop_loops",
     "training.gc_freq",
     "training.dataloader.prefetch_factor",
     "optimizer.eps",
     "optimizer.weight_decay_switch_tokens",
     "optimizer.muon.ns_steps",
     "lr_scheduler.total_steps",
+    "parallelism.data_parallel_replicate_degree",
     "parallelism.expected_world_size",
     "checkpoint.interval",
     "metrics.log_freq",
@@ -87,12 +102,15 @@ def check(config: JobConfig, world_size: int) -> None:
     _check_ranges(config)
     _check_length(config.training)
     _check_world_size(config.parallelism.expected_world_size, world_size)
+    _check_degrees(config.parallelism, world_size)
     _check_batch(config.training, world_size)
     _check_lanes(config.data.lanes, config.training.global_batch_size, world_size)
     _check_sources(config.data)
     _check_stages(config.data, config.training)
+    _check_loop_sampling(config.model)
     _check_learning_rate(config.lr_scheduler, config.training)
     _check_token_switches(config.optimizer, config.training)
+    _check_activation_checkpoint(config.activation_checkpoint)
     _check_compile(config.compile)
     _check_checkpoint(config.checkpoint)
     _check_folder("checkpoint.folder", config.checkpoint.folder)
@@ -141,6 +159,24 @@ def _check_length(training: Training) -> None:
 def _check_world_size(expected: int | None, world_size: int) -> None:
     if expected not in (None, world_size):
         raise UserError(f"parallelism.expected_world_size is {expected}; this run has {_processes(world_size)}")
+
+
+def _check_degrees(parallelism: Parallelism, world_size: int) -> None:
+    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    if shard == 0 or shard < -1:
+        raise UserError(
+            f"parallelism.data_parallel_shard_degree is {shard}; it must be -1 (all that is left) or greater than 0"
+        )
+    if world_size % replicate:
+        raise UserError(
+            f"parallelism.data_parallel_replicate_degree is {replicate}; it must divide the number of processes = "
+            f"{world_size}: {_or(_divisors(world_size))}"
+        )
+    if shard not in (-1, world_size // replicate):
+        raise UserError(
+            f"parallelism.data_parallel_shard_degree is {shard}; times data_parallel_replicate_degree = {replicate} it "
+            f"must be the number of processes = {world_size}: -1 or {world_size // replicate}"
+        )
 
 
 def _check_batch(training: Training, world_size: int) -> None:
@@ -208,6 +244,19 @@ def _check_stages(data: Data, training: Training) -> None:
             )
 
 
+def _check_loop_sampling(model: Model) -> None:
+    if model.loop_sampling == "fixed":
+        return
+    if model.loop_sampling_max is None or model.loop_sampling_max < model.loop_sampling_min:
+        found = "not set" if model.loop_sampling_max is None else model.loop_sampling_max
+        raise UserError(
+            f"model.loop_sampling_max is {found}; with loop_sampling = {model.loop_sampling!r} it must be at least "
+            f"loop_sampling_min = {model.loop_sampling_min}"
+        )
+    if model.loop_sampling_mean is not None and not 1 < model.loop_sampling_mean < math.inf:
+        raise UserError(f"model.loop_sampling_mean is {model.loop_sampling_mean}; it must be above 1 and finite")
+
+
 def _check_learning_rate(schedule: LRScheduler, training: Training) -> None:
     if schedule.warmup_steps is not None and schedule.warmup_tokens is not None:
         raise UserError(
@@ -238,6 +287,14 @@ def _check_token_switches(optimizer: Optimizer, training: Training) -> None:
         raise UserError(
             f"training.z_loss_until_tokens is {training.z_loss_until_tokens} but training.z_loss is 0; it must be "
             "greater than 0 to be switched off"
+        )
+
+
+def _check_activation_checkpoint(activation_checkpoint: ActivationCheckpoint) -> None:
+    if activation_checkpoint.mode == "selective" and activation_checkpoint.per == "loop":
+        raise UserError(
+            "activation_checkpoint.per is 'loop'; with mode = 'selective', which keeps results inside every visit, it "
+            "must be 'visit'"
         )
 
 
@@ -274,6 +331,10 @@ def _check_apart(checkpoints: str, tensorboard: str) -> None:
             f"checkpoint.folder is {checkpoints!r} and metrics.save_tb_folder is {tensorboard!r}; neither may be in "
             "the other"
         )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _processes(world_size: int) -> str:

@@ -37,6 +37,20 @@ class Model:
     expected_parameters: int | None = None
     """Refuse to start unless the model has exactly this many parameters (a tied head counts once)."""
 
+    loop_sampling: Literal["fixed", "uniform", "poisson-lognormal"] = "fixed"
+    """Passes over the looped stack: always `model.args.num_loops`, or drawn for every step from the seed and the step.
+    `uniform`: from `loop_sampling_min` to `loop_sampling_max`. `poisson-lognormal` (arXiv 2502.05171): 1 + Poisson(r),
+    r log-normal with sigma 0.5 and mean `loop_sampling_mean` - 1, then cut to the same range."""
+
+    loop_sampling_min: int = 1
+    """Fewest loops drawn."""
+
+    loop_sampling_max: int | None = None
+    """Most loops drawn; needed unless `loop_sampling` is `fixed`. Memory and time have to suffice for it."""
+
+    loop_sampling_mean: float | None = None
+    """Mean of `poisson-lognormal` before the cut, above 1. Default: `model.args.num_loops`."""
+
     args: dict[str, Any] = field(default_factory=dict)
     """`[model.args]`: any field of the flavor, overridden (`--model.args.num_loops 4`); checked for name and type."""
 
@@ -191,6 +205,13 @@ class Training:
     loss_chunk_tokens: int = 16384
     """Tokens whose logits exist at one time."""
 
+    backprop_loops: int | None = None
+    """Differentiate the last this many loops only; what runs before them keeps no activations. Default: all."""
+
+    allow_frozen_prelude: bool = False
+    """Accept that `backprop_loops` leaves the layers before the loop without any gradient, for the whole run. They get
+    none, rather than zeros: no optimizer moves or decays them."""
+
     gc_freq: int = 50
     """Steps between garbage collections (automatic ones are off: ranks must not pause at different moments)."""
 
@@ -323,17 +344,44 @@ class LRScheduler:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
+    data_parallel_replicate_degree: int = 1
+    """Copies of the parameters. With `data_parallel_shard_degree` = 1 this is DDP, with more it is HSDP."""
+
+    data_parallel_shard_degree: int = -1
+    """Ranks that share one copy of the parameters (FSDP2); -1: all that the copies leave."""
+
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """When gathered parameters are freed: `never` before backward has used them last, once for each optimizer step (one
+    all-gather); `always` after forward too, for a looped block after its last visit, and in every micro-batch (two
+    all-gathers, less memory). `default`: `never` while all parameters gathered take at most 4 GiB, else `always`."""
+
+    fsdp_loop_unit: Literal["auto", "block", "stack"] = "auto"
+    """What of the looped stack is communicated together: each `block` (large ones overlap with computation), or the
+    whole `stack` (fewer messages). `auto`: the stack while it takes at most 64 MiB."""
+
     expected_world_size: int | None = None
     """Refuse to start with any other number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class ActivationCheckpoint:
+    mode: Literal["none", "full", "selective"] = "none"
+    """What backward computes again rather than keeps: nothing, everything, or all but the results of matrix products
+    and attention."""
+
+    per: Literal["visit", "loop"] = "visit"
+    """What `full` computes again at a time. `visit`: memory grows by one hidden state for each execution of a layer.
+    `loop`: one for each pass over the looped stack, but that pass's activations exist together."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compile:
     enable: bool = False
-    """Compile every block once with torch.compile; the loop stays in eager."""
+    """Compile with torch.compile; one graph serves all blocks, the loop stays in eager. Kernels are kept between runs
+    in torch's cache (`TORCHINDUCTOR_CACHE_DIR`, by default in the temporary folder)."""
 
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
-    """What is compiled."""
+    """What is compiled: the blocks, the loss of a chunk of tokens."""
 
     backend: str = "inductor"
     """torch.compile's backend."""
@@ -413,6 +461,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_loom.config.job_config import Comm
 from titan_loom.errors import RunError, UserError
@@ -35,11 +35,6 @@ def init_process_group(comm: Comm, device: torch.device) -> None:
         device_id=device if device.type == "cuda" else None,
         **kwargs,
     )
-
-
-def build_mesh(device: torch.device) -> DeviceMesh:
-    """A 1-D mesh over all processes, along which parameters are sharded and the batch is split."""
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 
 
 def leave_process_group(mesh: DeviceMesh) -> None:

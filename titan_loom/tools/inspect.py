@@ -35,7 +35,9 @@ def inspect(config: JobConfig) -> dict[str, Any]:
         "parameters": model.parameter_parts(),
         "num_layers": args.num_layers,
         "num_visits": args.num_visits,
-        "flops_per_token": model.flops_per_token(config.training.seq_len),
+        "flops_per_token": model.flops_per_token(
+            config.training.seq_len, backprop_loops=config.training.backprop_loops
+        ),
         "groups": {
             group.name: {key: value for key, value in group.describe().items() if key != "name"} for group in groups
         },
@@ -86,7 +88,7 @@ def _schedule_table(config: JobConfig) -> Table:
         "stage", "visits", "layers", "n-gram memory", title=f"{args.num_layers} layers, {args.num_visits} visits"
     )
     start = 0
-    for stage, layers in args.stages():
+    for stage, layers, _ in args.stages():
         visits = range(start, start + len(layers))
         added = [f"scale {injections[visit]} at visit {visit}" for visit in visits if visit in injections]
         table.add_row(stage, str(len(visits)), " ".join(map(str, layers)), ", ".join(added))

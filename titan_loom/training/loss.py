@@ -4,6 +4,7 @@ Loss and gradients of a chunk are computed together in forward, while its logits
 the upstream gradient. Nothing is recomputed, and no more than `chunk_tokens` rows of logits are held at a time.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,17 @@ class Losses(NamedTuple):
     """logsumexp(logits)^2 of each token, 0 where ignored: (tokens,) fp32, detached."""
 
 
+Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
+
+
 def chunked_cross_entropy(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, *, z_coefficient: Tensor, chunk_tokens: int
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    *,
+    z_coefficient: Tensor,
+    chunk_tokens: int,
+    chunk: Chunk | None = None,
 ) -> Losses:
     """Losses of the logits hidden @ head_weight.T.
 
@@ -37,15 +47,20 @@ def chunked_cross_entropy(
         labels: (tokens,) int64, `IGNORED_LABEL` for tokens that count nowhere.
         z_coefficient: 0-dim; a tensor, so that a change does not recompile.
         chunk_tokens: tokens whose logits exist at one time.
+        chunk: `chunk_losses`, or what a compiler made of it.
     """
     # Inside a Function gradients are always off, so it has to be told whether anyone wants them.
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-    return Losses(*_ChunkedCrossEntropy.apply(hidden, head_weight, labels, z_coefficient, chunk_tokens, needs_gradient))
+    return Losses(
+        *_ChunkedCrossEntropy.apply(
+            hidden, head_weight, labels, z_coefficient, chunk_tokens, chunk or chunk_losses, needs_gradient
+        )
+    )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, head_weight, labels, z_coefficient, chunk_tokens, needs_gradient):
+    def forward(ctx, hidden, head_weight, labels, z_coefficient, chunk_tokens, chunk_function, needs_gradient):
         weight = head_weight.to(hidden.dtype)
         ce = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         z = torch.empty_like(ce)
@@ -54,7 +69,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(head_weight, dtype=torch.float32)
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            ce[chunk], z[chunk], grad_logits = _chunk(
+            ce[chunk], z[chunk], grad_logits = chunk_function(
                 hidden[chunk], weight, labels[chunk], z_coefficient, needs_gradient
             )
             if needs_gradient:
@@ -69,10 +84,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss, _grad_ce, _grad_z):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None, None, None
+        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None, None, None, None
 
 
-def _chunk(
+def chunk_losses(
     hidden: Tensor, weight: Tensor, labels: Tensor, z_coefficient: Tensor, needs_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cross-entropy and z of a chunk, both (tokens,) fp32, and the gradient of its logits in hidden's dtype."""

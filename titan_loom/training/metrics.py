@@ -43,6 +43,9 @@ class StepRecord:
     source_tokens: dict[str, int]
     lr: dict[str, float]
     weight_decay: float
+    num_loops: int
+    flops: int
+    """Of the global batch, forward and backward, every visit counted as often as it runs and is differentiated."""
     data_wait: float
     """Seconds this rank waited for its batch."""
     source_wait: dict[str, float]
@@ -57,7 +60,6 @@ class MetricsProcessor:
 
     Args:
         folder: the run's folder; `metrics.jsonl` there is cut back to `start_step`, whose steps will be taken again.
-        flops_per_token: forward and backward, every visit counted.
     """
 
     def __init__(
@@ -69,16 +71,12 @@ class MetricsProcessor:
         source_names: list[str],
         total_steps: int,
         start_step: int,
-        flops_per_token: int,
-        num_loops: int,
     ):
         self.config = config
         self.folder = folder
         self.device = device
         self.source_names = source_names
         self.total_steps = total_steps
-        self.flops_per_token = flops_per_token
-        self.num_loops = num_loops
         self.peak_flops = peak_flops(device)
         self.records: list[StepRecord] = []
         self.seconds_per_step: float | None = None
@@ -185,6 +183,7 @@ class MetricsProcessor:
             "source_tokens": record.source_tokens,
             "lr": record.lr,
             "weight_decay": record.weight_decay,
+            "num_loops": record.num_loops,
             "tps": round(tps, 2),
             "data_wait": round(record.data_wait, 6),
             "source_wait": {name: round(seconds, 6) for name, seconds in record.source_wait.items()},
@@ -203,7 +202,8 @@ class MetricsProcessor:
         by_source = {name: total / n for name, total, n in zip(self.source_names, sums[2:], counts, strict=True) if n}
         data_share = 100 * sum(row["data_wait"] for row in rows) / seconds
         memory, memory_percent = peak_memory(self.device)
-        tflops = self.flops_per_token * tps / 1e12
+        loops = sum(row["num_loops"] for row in rows) / len(rows)
+        tflops = sum(record.flops for record in self.records) / seconds / dist.get_world_size() / 1e12
         mfu = f"{100 * tflops * 1e12 / self.peak_flops:.2f}%" if self.peak_flops else "n/a"
         colour = _colours(self.config.disable_color_printing)
         logger.info(
@@ -215,7 +215,7 @@ class MetricsProcessor:
             + colour("cyan", f"  tflops: {tflops:,.2f}")
             + colour("magenta", f"  mfu: {mfu}")
             + f"  tokens: {last['tokens_seen']:,}"
-            + f"  loops: {self.num_loops}"
+            + f"  loops: {loops:.3g}"
             + "".join(f"  {name}: {value:.4f}" for name, value in by_source.items())
             + f"  data_wait: {data_share:.1f}%  eta: {eta}"
         )
@@ -234,6 +234,7 @@ class MetricsProcessor:
                 "memory/peak(%)": memory_percent,
                 "n_tokens_seen": last["tokens_seen"],
                 "weight_decay": last["weight_decay"],
+                "num_loops": loops,
             }
             if self.peak_flops:
                 scalars["mfu(%)"] = 100 * tflops * 1e12 / self.peak_flops

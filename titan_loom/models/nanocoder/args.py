@@ -5,12 +5,20 @@ data: `prelude`, `loop`, `coda` and `num_loops` spell the usual shape, and `sche
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from titan_loom.errors import UserError
 
 if TYPE_CHECKING:
     from titan_loom.models.nanocoder.model import NanoCoder
+
+
+class Stage(NamedTuple):
+    """A part of the schedule: the layers of the prelude, of one loop, of the coda, or of a whole list."""
+
+    name: str
+    layers: tuple[int, ...]
+    is_loop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +134,13 @@ class NanoCoderArgs:
         visits = self.visits()
         return tuple(layer for layer in range(self.num_layers) if visits.count(layer) > 1)
 
-    def stages(self, num_loops: int | None = None) -> list[tuple[str, tuple[int, ...]]]:
-        """The parts of the schedule by name, in order, each with the layers that it runs.
+    @property
+    def loop_layers(self) -> tuple[int, ...]:
+        """The looped stack; empty when `schedule` is a list."""
+        return () if self.schedule is not None else tuple(range(self.prelude, self.prelude + self.loop))
+
+    def stages(self, num_loops: int | None = None) -> list[Stage]:
+        """The parts of the schedule, in order.
 
         Args:
             num_loops: passes over the looped stack; default: as trained.
@@ -137,14 +150,31 @@ class NanoCoderArgs:
         """
         num_loops = self._num_loops(num_loops)
         if self.schedule is not None:
-            return [("schedule", self.schedule)]
+            return [Stage("schedule", self.schedule)]
         first, last = self.prelude, self.prelude + self.loop
-        loops = [(f"loop {t + 1}", tuple(range(first, last))) for t in range(num_loops)]
-        return [("prelude", tuple(range(first))), *loops, ("coda", tuple(range(last, last + self.coda)))]
+        loops = [Stage(f"loop {t + 1}", tuple(range(first, last)), is_loop=True) for t in range(num_loops)]
+        return [
+            Stage("prelude", tuple(range(first))),
+            *loops,
+            Stage("coda", tuple(range(last, last + self.coda))),
+        ]
+
+    def num_undifferentiated(self, num_loops: int | None = None, backprop_loops: int | None = None) -> int:
+        """Leading stages that training runs without gradient: all before the last `backprop_loops` loops.
+
+        Raises:
+            UserError: as `stages`, and when `backprop_loops` is given although `schedule` is a list.
+        """
+        if backprop_loops is None:
+            return 0
+        if self.schedule is not None:
+            raise UserError(f"backprop_loops is {backprop_loops}; with model.args.schedule there are no loops to count")
+        skipped = self._num_loops(num_loops) - backprop_loops
+        return 1 + skipped if skipped > 0 else 0
 
     def visits(self, num_loops: int | None = None) -> tuple[int, ...]:
         """Layers in the order in which they run; see `stages`."""
-        return tuple(layer for _, layers in self.stages(num_loops) for layer in layers)
+        return tuple(layer for stage in self.stages(num_loops) for layer in stage.layers)
 
     def injections(self, num_loops: int | None = None) -> dict[int, int]:
         """Visits before which the n-gram memory is added, each with the index of its scale; see `stages`.

@@ -6,7 +6,7 @@ device needs nothing but `init_parameter`; how it is sharded, compiled or traine
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,27 +37,68 @@ class NanoCoder(nn.Module):
         self.blocks = nn.ModuleList(Block(args) for _ in range(args.num_layers))
         self.final_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(self, tokens: Tensor, num_loops: int | None = None, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        num_loops: int | None = None,
+        backprop_loops: int | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """The final hidden state, (batch, seq, dim), of `tokens`, (batch, seq) int64.
 
-        `num_loops` replaces the trained number of passes over the looped stack. With `documents`, every document gets
-        what it would get alone, whatever else its row holds.
+        `num_loops` replaces the trained number of passes over the looped stack. With `backprop_loops`, only that many
+        of them, the last, are differentiated; of what runs before, the embedding and the n-gram memory still get
+        gradients through later visits, and layers that run nowhere else get none (None, not zeros). With `documents`,
+        every document gets what it would get alone, whatever else its row holds.
 
         Raises:
-            UserError: when the schedule cannot run `num_loops` times.
+            UserError: when the schedule cannot run `num_loops` times, or has no loops to differentiate.
         """
         args = self.args
         positions = None if documents is None else documents.positions
         rope = rope_tables(tokens.shape[1], args.head_dim, args.rope_theta, tokens.device, positions)
         x0 = self.embedding(tokens) * math.sqrt(args.dim)
         u = self.ngram(tokens, positions=positions)
-        injections = args.injections(num_loops)
-        x = x0.clone()  # a compiled block would need a second graph for a call in which x is x0
-        for visit, layer in enumerate(args.visits(num_loops)):
-            if visit in injections:
-                x = x + self.ngram.injection_scales[injections[visit]] * u
-            x = self.blocks[layer](x, x0, rope, documents)
+        scales = args.injections(num_loops)
+        undifferentiated = args.num_undifferentiated(num_loops, backprop_loops)
+        # A compiled block would need another graph for a call in which x is x0, or differs in what needs a gradient.
+        x = (x0.detach() if undifferentiated else x0).clone()
+        visit = 0
+        for i, stage in enumerate(args.stages(num_loops)):
+            visits = [(layer, scales.get(visit + j)) for j, layer in enumerate(stage.layers)]
+            visit += len(visits)
+            run = self.run_loop if stage.is_loop else self.run_visits
+            with torch.set_grad_enabled(torch.is_grad_enabled() and i >= undifferentiated):
+                x = run(x, x0, u, rope, documents, visits)
         return self.final_norm(x)
+
+    def run_visits(
+        self,
+        x: Tensor,
+        x0: Tensor,
+        u: Tensor,
+        rope: Tensor,
+        documents: Documents | None,
+        visits: Sequence[tuple[int, int | None]],
+    ) -> Tensor:
+        """Run layers one after another; with a scale's index, the n-gram memory u is added before the layer."""
+        for layer, scale in visits:
+            if scale is not None:
+                x = x + self.ngram.injection_scales[scale] * u
+            x = self.blocks[layer](x, x0, rope, documents)
+        return x
+
+    def run_loop(
+        self,
+        x: Tensor,
+        x0: Tensor,
+        u: Tensor,
+        rope: Tensor,
+        documents: Documents | None,
+        visits: Sequence[tuple[int, int | None]],
+    ) -> Tensor:
+        """One pass over the looped stack: `run_visits` under a name of its own, by which a loop can be wrapped."""
+        return self.run_visits(x, x0, u, rope, documents, visits)
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -68,6 +109,11 @@ class NanoCoder(nn.Module):
     def looped_layers(self) -> tuple[int, ...]:
         """Layers that training visits more than once."""
         return self.args.looped_layers
+
+    @property
+    def loop_layers(self) -> tuple[int, ...]:
+        """The looped stack, in the order in which it runs; empty when there is none."""
+        return self.args.loop_layers
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., vocab), in hidden's dtype, of `hidden`: (..., dim)."""
@@ -108,17 +154,20 @@ class NanoCoder(nn.Module):
         parts = {name: count_parameters(getattr(self, name)) for name in ("embedding", "blocks", "final_norm")}
         return {"total": total, "transformer": total - ngram, "ngram": ngram, **parts}
 
-    def flops_per_token(self, seq_len: int, num_loops: int | None = None) -> int:
+    def flops_per_token(self, seq_len: int, num_loops: int | None = None, backprop_loops: int | None = None) -> int:
         """Floating-point operations of forward and backward per token of a sequence of `seq_len`.
 
-        Matrix products only, two operations per multiply-add, backward twice forward, attention as if not causal, a
-        layer once per visit, no recomputation. Depthwise convolution, norms and look-ups count nothing.
+        Matrix products only, two operations per multiply-add, backward twice forward and only for the visits that
+        `backprop_loops` leaves to differentiate, attention as if not causal, a layer once per visit, no recomputation.
+        Depthwise convolution, norms and look-ups count nothing.
         """
         args = self.args
         matrices = sum(module.weight.numel() for module in self.blocks[0].modules() if isinstance(module, nn.Linear))
         attention = 2 * args.num_heads * args.head_dim * seq_len  # multiply-adds of scores and of weighted values
         outside = self.ngram.out_proj.weight.numel() + self.head_weight.numel()
-        return 6 * (len(args.visits(num_loops)) * (matrices + attention) + outside)
+        visits = [len(stage.layers) for stage in args.stages(num_loops)]
+        differentiated = sum(visits[args.num_undifferentiated(num_loops, backprop_loops) :])
+        return (2 * sum(visits) + 4 * differentiated) * (matrices + attention) + 6 * outside
 
 
 class Block(nn.Module):

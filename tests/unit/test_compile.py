@@ -1,0 +1,59 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from tests import processes
+from tests.layouts import Layout, Run
+from titan_loom.config import Compile
+from titan_loom.distributed.compile import compiled
+
+MODES = {
+    "none": {},
+    "visit": {"checkpoint": "full"},
+    "loop": {"checkpoint": "full", "per": "loop"},
+    "selective": {"checkpoint": "selective"},
+}
+
+
+def graphs_by_step(layout: Layout, loops: list[tuple[int, int | None]]) -> list[int]:
+    """Graphs compiled after each step; rates, coefficients and decay change, and so do loops, differentiated or not."""
+    dist.init_process_group("gloo")
+    torch._dynamo.reset()
+    counters.clear()
+    run, graphs = Run(layout), []
+    for step, (num_loops, backprop_loops) in enumerate(loops):
+        object.__setattr__(layout, "num_loops", num_loops)
+        object.__setattr__(layout, "backprop_loops", backprop_loops)
+        run.optimizers.set_weight_decay(0.1 / (step + 1))
+        run.step(step)
+        graphs.append(counters["stats"]["unique_graphs"])
+    dist.destroy_process_group()
+    return graphs
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_graph_serves_every_layer_visit_and_number_of_loops(mode):
+    """The first block called with x and x0 the same tensor once cost a second graph."""
+    layout = Layout(compile=True, loop_unit="block", **MODES[mode])
+    loops = [(n, None) for n in (2, 4, 1, 8, 3)]
+    # Per loop, blocks in it are wrapped otherwise than the others. The loss: a full chunk, and the rest of the tokens.
+    of_blocks, of_loss = 2 if mode == "loop" else 1, 2
+    assert processes.run(graphs_by_step, 1, layout, loops) == [[of_blocks + of_loss] * 5]
+
+
+def test_what_runs_without_gradient_costs_one_more_graph():
+    layout = Layout(compile=True)
+    assert processes.run(graphs_by_step, 1, layout, [(4, 1), (2, 1), (8, 2), (1, 1)]) == [[4] * 4]
+
+
+def double(x):
+    return 2 * x
+
+
+def test_only_the_named_components_are_compiled():
+    loss = Compile(enable=True, backend="eager", components=["loss"])
+    assert compiled(double, "model", loss) is double
+    assert compiled(double, "loss", Compile()) is double
+    assert compiled(double, "loss", loss) is not double
+    assert compiled(double, "loss", loss)(torch.ones(1)).item() == 2
