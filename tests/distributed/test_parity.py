@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests import processes
 from tests.layouts import CLIP, Layout, Run, train, whole
 
-STEPS = 8  # benchmarks/parity.py takes 20, in every layout
+STEPS = 5  # benchmarks/parity.py takes 20, in every layout
 ONE, TWO, FOUR = Layout(), Layout(world_size=2), Layout(world_size=4)
 DDP2, DDP4, HSDP = replace(TWO, replicate=2), replace(FOUR, replicate=4), replace(FOUR, replicate=2)
 NONE, FULL, SELECTIVE = ({"checkpoint": mode} for mode in ("none", "full", "selective"))

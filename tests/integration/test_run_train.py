@@ -84,7 +84,7 @@ def test_sigterm_saves_the_step_that_was_running_and_the_run_continues_exactly(t
 
 
 def test_a_killed_run_loses_at_most_one_interval(tmp_path):
-    overrides = (*steps(40), "--checkpoint.interval", "4", "--metrics.log_freq", "1")
+    overrides = (*steps(24), "--checkpoint.interval", "4", "--metrics.log_freq", "1")
     assert run(tmp_path / "whole", *overrides)[0] == 0
     process = start(tmp_path / "killed", *overrides, "--training.dataloader.num_workers", "2")
     for line in process.stdout:

@@ -110,9 +110,8 @@ def test_four_processes_list_once_and_survive_faults_with_the_same_batches(hub, 
     assert (hub.count("tree"), hub.count("revision")) == (2, 2)
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_source_that_is_gone_ends_the_run_with_one_sentence_after_saving(hub, tmp_path, workers):
-    overrides = ("--data.streaming.failures_per_hour", "2", "--training.dataloader.num_workers", workers, *ENDLESS)
+def test_a_source_that_is_gone_ends_the_run_with_one_sentence_after_saving(hub, tmp_path):
+    overrides = ("--data.streaming.failures_per_hour", "2", "--training.dataloader.num_workers", "2", *ENDLESS)
     process = start(
         hub, tmp_path, *overrides, "--training.local_batch_size", "8", "--checkpoint.interval", "100000", NGPU="2"
     )
@@ -149,7 +148,7 @@ def test_while_one_rank_waits_the_others_say_so_and_a_signal_saves(hub, tmp_path
     output, errors = process.communicate(timeout=50)
     assert process.returncode == 1
     assert "stopped by SIGTERM while waiting for data" in output + errors, errors
-    logs = output + "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
+    logs = output + "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("*/*"))
     assert "reading data.sources." in logs and ".parquet, for " in logs
     (saved,) = (tmp_path / "run" / "checkpoint").iterdir()
     assert json.loads((saved / "train_state.json").read_text())["step"] == len(hashes(tmp_path))
