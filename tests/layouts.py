@@ -124,7 +124,7 @@ class Run:
         parts = (t[mine].chunk(layout.micro_batches) for t in (tokens, labels))
         for i, (inputs, targets) in enumerate(zip(*parts, strict=True)):
             with self.data_parallel.micro_batch(last=i == layout.micro_batches - 1):
-                hidden = self.model(inputs, layout.num_loops, layout.backprop_loops)
+                hidden = self.model(inputs, layout.num_loops, layout.backprop_loops).hidden
                 losses = chunked_cross_entropy(
                     hidden.flatten(0, 1),
                     self.model.head_weight,

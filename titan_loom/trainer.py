@@ -330,7 +330,7 @@ class Trainer:
             documents = documents_of(inputs, self.tokenizer.eos_id) if self.config.data.document_mask else None
             with self.data_parallel.micro_batch(last=i == self.micro_batches - 1):
                 # (batch, seq, dim)
-                hidden = self.model(inputs, num_loops, self.loops.backprop_loops, documents)
+                hidden = self.model(inputs, num_loops, self.loops.backprop_loops, documents).hidden
                 losses = chunked_cross_entropy(
                     hidden.flatten(0, 1),
                     self.model.head_weight,

@@ -112,9 +112,9 @@ def test_the_operator_keeps_torchs_contract():
 def test_a_packed_row_gives_what_its_documents_give_alone(args, documents_on_path):
     with torch.no_grad():
         model, ids = trained(args).float(), packed()
-        logits = model.logits(model(ids, documents=documents_on_path(ids, EOS)))
+        logits = model.logits(model(ids, documents=documents_on_path(ids, EOS)).hidden)
         for row, columns in pieces(ids):
-            alone = model.logits(model(ids[row : row + 1, columns]))[0]
+            alone = model.logits(model(ids[row : row + 1, columns]).hidden)[0]
             # fp32 1e-5 of the logits' own size
             assert (logits[row, columns] - alone).abs().max() < 1e-5 * alone.abs().max()
 
@@ -143,9 +143,11 @@ def check_isolation(logits, ids: torch.Tensor) -> None:
 def test_no_bit_of_a_document_depends_on_another(args, dtype, documents_on_path):
     with torch.no_grad():
         model = trained(args).to(dtype)
-        check_isolation(lambda ids: model.logits(model(ids, documents=documents_on_path(ids, EOS))), packed(1, 48))
+        check_isolation(
+            lambda ids: model.logits(model(ids, documents=documents_on_path(ids, EOS)).hidden), packed(1, 48)
+        )
         long = packed(1, 300, mean_length=90)  # more than one block of FlexAttention and of the flash kernel
-        check_isolation(lambda ids: model.logits(model(ids, documents=documents_on_path(ids, EOS))), long)
+        check_isolation(lambda ids: model.logits(model(ids, documents=documents_on_path(ids, EOS)).hidden), long)
 
 
 @pytest.mark.parametrize("args", VARIANTS[:2])
@@ -155,7 +157,7 @@ def test_no_bit_of_a_document_depends_on_where_another_is_cut(args, documents_on
         (row, first), *_ = (piece for piece in pieces(ids) if piece[1].stop - piece[1].start > 4)
         cut = ids.clone()
         cut[row, first.start + 2] = EOS
-        before, after = (model(each, documents=documents_on_path(each, EOS)) for each in (ids, cut))
+        before, after = (model(each, documents=documents_on_path(each, EOS)).hidden for each in (ids, cut))
         assert torch.equal(before[row, first.stop :], after[row, first.stop :])
 
 
@@ -165,7 +167,7 @@ def test_compiled_documents_are_isolated_too():
     for block in model.blocks:
         block.compile(dynamic=False)
     with torch.no_grad():
-        check_isolation(lambda ids: model.logits(model(ids, documents=documents_of(ids, EOS))), ids)
+        check_isolation(lambda ids: model.logits(model(ids, documents=documents_of(ids, EOS)).hidden), ids)
     torch._dynamo.reset()
 
 
@@ -173,7 +175,7 @@ def test_compiled_documents_are_isolated_too():
 def test_a_documents_loss_has_no_gradient_in_another(args):
     model, ids = trained(args).float(), packed(1, 40)
     _, (_, own), *_ = pieces(ids)
-    model(ids, documents=documents_of(ids, EOS))[0, own].sum().backward()
+    model(ids, documents=documents_of(ids, EOS)).hidden[0, own].sum().backward()
     used = model.embedding.weight.grad.abs().sum(1).nonzero().flatten().tolist()
     assert set(used) == set(ids[0, own].tolist())
 
@@ -194,7 +196,7 @@ def test_one_graph_serves_all_documents(refresh, path):
         for seed in range(4):
             ids = packed(mean_length=3 + 8 * seed, seed=seed)
             documents = documents_of(ids, EOS)
-            hidden = model(ids, documents=documents if path == "by document" else for_flex(documents))
+            hidden = model(ids, documents=documents if path == "by document" else for_flex(documents)).hidden
             if hidden.requires_grad:
                 hidden.sum().backward()
     assert len(graphs) == 1

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titan_loom.distributed.init import materialize
 from titan_loom.errors import UserError
 from titan_loom.models import build_model
+from titan_loom.models.interface import Segment
 from titan_loom.models.nanocoder import FLAVORS
 from titan_loom.models.nanocoder.args import NanoCoderArgs
 from titan_loom.models.nanocoder.model import NanoCoder
@@ -156,7 +157,7 @@ def assert_equal_gradients(model: NanoCoder, found: torch.Tensor, expected: torc
 )
 def test_loss_and_gradients_are_those_of_the_equations_unrolled(args, num_loops):
     model, ids = trained(args), tokens()
-    hidden, expected = model(ids, num_loops), reference(model, ids, num_loops)
+    hidden, expected = model(ids, num_loops).hidden, reference(model, ids, num_loops)
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
     assert_equal_gradients(model, loss(model, hidden), loss(model, expected))
 
@@ -166,7 +167,7 @@ def test_loss_and_gradients_are_those_of_the_equations_unrolled(args, num_loops)
 def test_truncated_backprop_differentiates_the_last_loops_only(args, backprop_loops):
     model, ids, num_loops = trained(args), tokens(), 3
     first = args.prelude + (num_loops - backprop_loops) * args.loop if backprop_loops < num_loops else None
-    hidden, expected = model(ids, num_loops, backprop_loops), reference(model, ids, num_loops, first)
+    hidden, expected = model(ids, num_loops, backprop_loops).hidden, reference(model, ids, num_loops, first)
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
     assert_equal_gradients(model, loss(model, hidden), loss(model, expected))
 
@@ -176,10 +177,55 @@ def test_a_fixed_schedule_has_no_loops_to_truncate():
         trained(VARIANTS[3])(tokens(), backprop_loops=1)
 
 
+@pytest.mark.parametrize("args", VARIANTS[:2])
+def test_segments_go_on_where_the_one_before_them_ended_and_pass_no_gradient_back(args):
+    model, ids, carried = trained(args), tokens(), ()
+    whole = model(ids, 5, every_loop=True)
+    assert torch.equal(whole.readouts[-1], whole.hidden)
+    for start, stop in [(0, 2), (2, 4), (4, 5)]:
+        output = model(ids, 5, segment=Segment(start, stop), carried=carried)
+        carried = output.carried
+        assert not any(state.requires_grad for state in carried)
+        assert torch.equal(output.hidden, whole.readouts[stop - 1])
+        # The coda at its place: after `stop` loops.
+        expected = reference(model, ids, stop, args.prelude + start * args.loop if start else None)
+        assert_equal_gradients(model, loss(model, output.hidden), loss(model, expected))
+
+
+def test_what_is_read_out_after_every_loop_is_what_so_many_loops_give():
+    model, ids = trained(TINY), tokens()
+    with torch.no_grad():
+        for loop, hidden in enumerate(model(ids, 4, every_loop=True).readouts, start=1):
+            torch.testing.assert_close(hidden, model(ids, loop).hidden, rtol=1e-12, atol=1e-12)
+        assert len(trained(VARIANTS[3])(ids, every_loop=True).readouts) == 1
+
+
+class Seen:
+    """An observer that writes down what it is shown."""
+
+    def __init__(self):
+        self.blocks, self.loops = [], []
+
+    def after_block(self, loop, layer, x):
+        self.blocks.append((loop, layer))
+
+    def after_loop(self, loop, z):
+        self.loops.append(z)
+
+
+def test_an_observer_sees_every_visit_and_loop_once():
+    model, ids, seen = trained(TINY), tokens(), Seen()
+    with torch.no_grad():
+        output = model(ids, every_loop=True, observer=seen)
+        assert torch.equal(output.hidden, model(ids).hidden)
+    assert seen.blocks == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 3)]
+    assert len(seen.loops) == 2 and torch.equal(seen.loops[-1], *output.carried)
+
+
 @pytest.mark.parametrize("num_loops", [1, 2, 4])
 def test_another_number_of_loops_follows_the_equations(num_loops):
     model, ids = trained(TINY), tokens()
-    torch.testing.assert_close(model(ids, num_loops), reference(model, ids, num_loops), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(ids, num_loops).hidden, reference(model, ids, num_loops), rtol=1e-5, atol=1e-5)
 
 
 def test_a_fixed_schedule_refuses_a_number_of_loops():
@@ -192,14 +238,14 @@ def test_no_token_sees_a_later_one(args):
     model, ids = trained(args), tokens()
     changed = ids.clone()
     changed[:, 7] = (changed[:, 7] + 1) % args.vocab_size
-    difference = (model(ids) - model(changed)).abs().amax((0, 2))
+    difference = (model(ids).hidden - model(changed).hidden).abs().amax((0, 2))
     assert difference[:7].max() == 0
     assert difference[7:].min() > 1e-6
 
 
 def test_the_head_is_the_embedding():
     model = trained(TINY)
-    hidden = model(tokens())
+    hidden = model(tokens()).hidden
     assert model.head_weight is model.embedding.weight
     assert torch.equal(model.logits(hidden), F.linear(hidden, model.embedding.weight))
 
@@ -278,20 +324,30 @@ def test_initial_values_depend_on_seed_and_name_only():
 def test_flops_equal_what_torch_counts(args, num_loops, backprop_loops):
     model, ids = initialized(args), tokens()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.logits(model(ids, num_loops, backprop_loops)).sum().backward()
+        model.logits(model(ids, num_loops, backprop_loops).hidden).sum().backward()
     convolutions = sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "convolution" in str(op))
     per_token = model.flops_per_token(ids.shape[1], num_loops, backprop_loops)
     assert counter.get_total_flops() - convolutions == ids.numel() * per_token
+
+
+def test_flops_of_segments_equal_what_torch_counts():
+    model, ids, carried = initialized(TINY), tokens(), ()
+    for segment in (Segment(0, 2), Segment(2, 3)):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            output = model(ids, 3, segment=segment, carried=carried)
+            model.logits(output.hidden).sum().backward()
+        carried = output.carried
+        assert counter.get_total_flops() == ids.numel() * model.flops_per_token(ids.shape[1], 3, segment=segment)
 
 
 @pytest.mark.parametrize("args", VARIANTS[:2])
 def test_bf16_stays_close_and_repeats_to_the_bit(args):
     exact, ids = initialized(args), tokens(seq=32)
     model = initialized(args).bfloat16()
-    hidden = model(ids)
+    hidden = model(ids).hidden
     assert hidden.dtype == torch.bfloat16
-    assert torch.equal(hidden, model(ids))
-    assert (hidden.float() - exact(ids)).norm() < 0.02 * exact(ids).norm()
+    assert torch.equal(hidden, model(ids).hidden)
+    assert (hidden.float() - exact(ids).hidden).norm() < 0.02 * exact(ids).hidden.norm()
 
 
 def test_the_embeddings_gradient_does_not_lose_a_frequent_token_in_bf16():

@@ -48,7 +48,7 @@ def train(model: nn.Module, optimizers: Optimizers, steps: range) -> None:
     for step in steps:
         ids = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(step))
         optimizers.zero_grad()
-        model.logits(model(ids)).float().square().mean().backward()
+        model.logits(model(ids).hidden).float().square().mean().backward()
         optimizers.step()
 
 

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from titan_loom.models.nanocoder.model import NanoCoder
 
 
+Visits = tuple[tuple[int, int | None], ...]
+"""Layers in the order in which they run, each with the injection scale of the n-gram memory added before it, if any."""
+
+
 class Stage(NamedTuple):
     """A part of the schedule: the layers of the prelude, of one loop, of the coda, or of a whole list."""
 
@@ -158,6 +162,16 @@ class NanoCoderArgs:
             *loops,
             Stage("coda", tuple(range(last, last + self.coda))),
         ]
+
+    def plan(self, num_loops: int | None = None) -> tuple[Visits, list[Visits], Visits]:
+        """What runs before the loops, in each of them, and after; a `schedule` has no loops. See `stages`."""
+        scales = self.injections(num_loops)
+        parts, first = [], 0
+        for stage in self.stages(num_loops):
+            parts.append(tuple((layer, scales.get(first + i)) for i, layer in enumerate(stage.layers)))
+            first += len(stage.layers)
+        prelude, *loops = parts
+        return prelude, loops[:-1], loops[-1] if loops else ()
 
     def num_undifferentiated(self, num_loops: int | None = None, backprop_loops: int | None = None) -> int:
         """Leading stages that training runs without gradient: all before the last `backprop_loops` loops.

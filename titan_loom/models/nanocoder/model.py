@@ -6,18 +6,20 @@ device needs nothing but `init_parameter`; how it is sharded, compiled or traine
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_loom.models.interface import LoopOutput, Observer, Segment
 from titan_loom.models.layers.attention import Attention
 from titan_loom.models.layers.document_mask import Documents
 from titan_loom.models.layers.embedding import Embedding
 from titan_loom.models.layers.feed_forward import SwiGLU
 from titan_loom.models.layers.rope import rope_tables
-from titan_loom.models.nanocoder.args import NanoCoderArgs
+from titan_loom.models.nanocoder.args import NanoCoderArgs, Visits
 from titan_loom.models.nanocoder.ngram import NgramMemory
 from titan_loom.models.nanocoder.refresh import GatedRefresh
 
@@ -43,13 +45,22 @@ class NanoCoder(nn.Module):
         num_loops: int | None = None,
         backprop_loops: int | None = None,
         documents: Documents | None = None,
-    ) -> Tensor:
+        *,
+        segment: Segment | None = None,
+        carried: tuple[Tensor, ...] = (),
+        every_loop: bool = False,
+        observer: Observer | None = None,
+    ) -> LoopOutput:
         """The final hidden state, (batch, seq, dim), of `tokens`, (batch, seq) int64.
 
         `num_loops` replaces the trained number of passes over the looped stack. With `backprop_loops`, only that many
         of them, the last, are differentiated; of what runs before, the embedding and the n-gram memory still get
         gradients through later visits, and layers that run nowhere else get none (None, not zeros). With `documents`,
         every document gets what it would get alone, whatever else its row holds.
+
+        A `segment` runs some of the loops, on from what `carried` holds after the loop before them. The prelude belongs
+        to the first segment, and the coda reads out the state at the end of each. An `observer` sees the prelude as
+        part of the first loop and the coda as part of the last one.
 
         Raises:
             UserError: when the schedule cannot run `num_loops` times, or has no loops to differentiate.
@@ -59,18 +70,33 @@ class NanoCoder(nn.Module):
         rope = rope_tables(tokens.shape[1], args.head_dim, args.rope_theta, tokens.device, positions)
         x0 = self.embedding(tokens) * math.sqrt(args.dim)
         u = self.ngram(tokens, positions=positions)
-        scales = args.injections(num_loops)
+        prelude, loops, coda = args.plan(num_loops)
+        start, stop = segment or (0, len(loops))
         undifferentiated = args.num_undifferentiated(num_loops, backprop_loops)
-        # A compiled block would need another graph for a call in which x is x0, or differs in what needs a gradient.
-        x = (x0.detach() if undifferentiated else x0).clone()
-        visit = 0
-        for i, stage in enumerate(args.stages(num_loops)):
-            visits = [(layer, scales.get(visit + j)) for j, layer in enumerate(stage.layers)]
-            visit += len(visits)
-            run = self.run_loop if stage.is_loop else self.run_visits
-            with torch.set_grad_enabled(torch.is_grad_enabled() and i >= undifferentiated):
-                x = run(x, x0, u, rope, documents, visits)
-        return self.final_norm(x)
+        is_training = torch.is_grad_enabled()
+
+        def run(function: Callable[..., Tensor], x: Tensor, visits: Visits, loop: int | None) -> Tensor:
+            observe = None if observer is None or loop is None else partial(observer.after_block, loop)
+            return function(x, x0, u, rope, documents, visits, observe)
+
+        if start:
+            (x,) = carried
+        else:
+            # A compiled block would need another graph for a call in which x is x0, or differs in what needs a
+            # gradient.
+            x = (x0.detach() if undifferentiated else x0).clone()
+            with torch.set_grad_enabled(is_training and not undifferentiated):
+                x = run(self.run_visits, x, prelude, 0)
+        readouts = []
+        for loop in range(start, stop):
+            with torch.set_grad_enabled(is_training and 1 + loop >= undifferentiated):
+                x = run(self.run_loop, x, loops[loop], loop)
+            if observer is not None:
+                observer.after_loop(loop, x)
+            if every_loop and loop < stop - 1:
+                readouts.append(self.final_norm(run(self.run_visits, x, coda, None)))
+        hidden = self.final_norm(run(self.run_visits, x, coda, stop - 1))
+        return LoopOutput(hidden, (x.detach(),), readouts=(*readouts, hidden) if every_loop else ())
 
     def run_visits(
         self,
@@ -79,26 +105,21 @@ class NanoCoder(nn.Module):
         u: Tensor,
         rope: Tensor,
         documents: Documents | None,
-        visits: Sequence[tuple[int, int | None]],
+        visits: Visits,
+        observe: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Run layers one after another; with a scale's index, the n-gram memory u is added before the layer."""
         for layer, scale in visits:
             if scale is not None:
                 x = x + self.ngram.injection_scales[scale] * u
             x = self.blocks[layer](x, x0, rope, documents)
+            if observe is not None:
+                observe(layer, x)
         return x
 
-    def run_loop(
-        self,
-        x: Tensor,
-        x0: Tensor,
-        u: Tensor,
-        rope: Tensor,
-        documents: Documents | None,
-        visits: Sequence[tuple[int, int | None]],
-    ) -> Tensor:
+    def run_loop(self, x: Tensor, *rest) -> Tensor:
         """One pass over the looped stack: `run_visits` under a name of its own, by which a loop can be wrapped."""
-        return self.run_visits(x, x0, u, rope, documents, visits)
+        return self.run_visits(x, *rest)
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -154,18 +175,27 @@ class NanoCoder(nn.Module):
         parts = {name: count_parameters(getattr(self, name)) for name in ("embedding", "blocks", "final_norm")}
         return {"total": total, "transformer": total - ngram, "ngram": ngram, **parts}
 
-    def flops_per_token(self, seq_len: int, num_loops: int | None = None, backprop_loops: int | None = None) -> int:
+    def flops_per_token(
+        self,
+        seq_len: int,
+        num_loops: int | None = None,
+        backprop_loops: int | None = None,
+        segment: Segment | None = None,
+    ) -> int:
         """Floating-point operations of forward and backward per token of a sequence of `seq_len`.
 
         Matrix products only, two operations per multiply-add, backward twice forward and only for the visits that
         `backprop_loops` leaves to differentiate, attention as if not causal, a layer once per visit, no recomputation.
-        Depthwise convolution, norms and look-ups count nothing.
+        Depthwise convolution, norms and look-ups count nothing. With `segment`, those of this segment.
         """
         args = self.args
         matrices = sum(module.weight.numel() for module in self.blocks[0].modules() if isinstance(module, nn.Linear))
         attention = 2 * args.num_heads * args.head_dim * seq_len  # multiply-adds of scores and of weighted values
         outside = self.ngram.out_proj.weight.numel() + self.head_weight.numel()
         visits = [len(stage.layers) for stage in args.stages(num_loops)]
+        if segment is not None:
+            prelude = visits[0] if segment.start == 0 else 0
+            visits = [prelude, *visits[1 + segment.start : 1 + segment.stop], visits[-1]]
         differentiated = sum(visits[args.num_undifferentiated(num_loops, backprop_loops) :])
         return (2 * sum(visits) + 4 * differentiated) * (matrices + attention) + 6 * outside
 
