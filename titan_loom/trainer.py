@@ -50,7 +50,7 @@ from titan_loom.models.layers.document_mask import documents_of
 from titan_loom.optim.groups import assign_groups
 from titan_loom.optim.optimizers import build_optimizers
 from titan_loom.optim.schedules import Schedule, TokenSwitch
-from titan_loom.tools.inspect import check_expected_parameters
+from titan_loom.tools.inspect import check_expected_parameters, check_fits
 from titan_loom.tools.logging import logger
 from titan_loom.tools.random import derive_seed
 from titan_loom.training import checkpoint_files
@@ -162,6 +162,7 @@ class Trainer:
         with torch.device("meta"):
             self.model = build_model(self.args).to(getattr(torch, training.dtype))
         check_expected_parameters(self.model, self.config.model.expected_parameters)
+        check_fits(self.model, self.device, self.world_size)
         self.data_parallel = parallelize(
             self.model,
             self.device,

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from titan_loom.config.job_config import JobConfig, Model, Optimizer, Training
 from titan_loom.errors import UserError
 from titan_loom.models import build_model
 from titan_loom.models.nanocoder import FLAVORS
-from titan_loom.tools.inspect import check_expected_parameters, inspect, main
+from titan_loom.tools.inspect import check_expected_parameters, check_fits, inspect, main
 
 
 def job(flavor: str, **model) -> JobConfig:
@@ -66,3 +67,12 @@ def test_expected_parameters_must_be_met_exactly():
         model = build_model(FLAVORS["minicoder"])
     check_expected_parameters(model, None)
     check_expected_parameters(model, 24_949_999)
+
+
+def test_a_model_that_no_memory_holds_is_one_sentence():
+    """It once ended in the allocator's traceback."""
+    with torch.device("meta"):
+        fits, huge = build_model(FLAVORS["minicoder"]), build_model(replace(FLAVORS["debug"], ngram_rows=10**12))
+    check_fits(fits, torch.device("cpu"), 1)
+    with pytest.raises(UserError, match=r"parameters, [\d,.]+ GiB in each process; this device has [\d.]+ GiB"):
+        check_fits(huge, torch.device("cpu"), 2)

@@ -5,6 +5,7 @@ import pytest
 
 from titan_loom.config import Checkpoint, Job, JobConfig
 from titan_loom.errors import RunError, UserError
+from titan_loom.tools.logging import logger
 from titan_loom.training.run_folder import RunFolder, check_can_be_written
 
 
@@ -59,3 +60,29 @@ def test_a_configuration_that_cannot_be_written_is_one_sentence(tmp_path):
 def test_a_check_makes_nothing(tmp_path):
     check_can_be_written(run_in(tmp_path / "run" / "here"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_configuration_that_is_half_written_leaves_the_one_before(tmp_path, monkeypatch):
+    config = run_in(tmp_path)
+    folder = RunFolder(config)
+    folder.write_config(config)
+    before = (tmp_path / "config.toml").read_text()
+
+    def full_disk(path, text):
+        path.write_bytes(text[:9].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(RunError, match="No space left"):
+        folder.write_config(config)
+    assert (tmp_path / "config.toml").read_text() == before
+
+
+def test_a_folder_that_is_no_complete_checkpoint_is_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    for file in ("step-1/.metadata", "step-2/train_state.json", "step-2.superseded-1/.metadata"):
+        (tmp_path / "checkpoint" / file).parent.mkdir(parents=True)
+        (tmp_path / "checkpoint" / file).touch()
+    RunFolder(run_in(tmp_path))
+    passed_over = [tmp_path / "checkpoint" / name for name in ("step-1", "step-2")]
+    assert caplog.messages == [f"Passing over {path}, which is no complete checkpoint" for path in passed_over]

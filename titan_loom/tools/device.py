@@ -42,8 +42,14 @@ def peak_flops(device: torch.device) -> float | None:
 def peak_memory(device: torch.device) -> tuple[float, float]:
     """Most memory in use so far, in GiB and in percent of what there is: reserved on CUDA, resident on a CPU."""
     if device.type == "cuda":
-        used, total = torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+        used = torch.cuda.max_memory_reserved(device)
     else:
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return used / 2**30, 100 * used / total
+    return used / 2**30, 100 * used / total_memory(device)
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of `device`; of the machine for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -13,6 +13,7 @@ from titan_loom.errors import UserError
 from titan_loom.models import build_model, model_args
 from titan_loom.optim.groups import assign_groups
 from titan_loom.optim.optimizers import plan_groups
+from titan_loom.tools.device import total_memory
 
 
 def inspect(config: JobConfig) -> dict[str, Any]:
@@ -53,6 +54,20 @@ def check_expected_parameters(model: nn.Module, expected: int | None) -> None:
     found = model.parameter_parts()["total"]
     if expected is not None and found != expected:
         raise UserError(f"model.expected_parameters is {expected:,} but the model of [model] has {found:,} parameters")
+
+
+def check_fits(model: nn.Module, device: torch.device, world_size: int) -> None:
+    """Refuse a model whose weights alone, spread over all processes, exceed the memory of the device.
+
+    Raises:
+        UserError: with the number of parameters and both sizes.
+    """
+    needed, total = sum(p.nbytes for p in model.parameters()) / world_size / 2**30, total_memory(device) / 2**30
+    if needed > total:
+        raise UserError(
+            f"[model] describes {model.parameter_parts()['total']:,} parameters, {needed:,.1f} GiB in each process; "
+            f"this device has {total:,.1f} GiB: choose a smaller model.flavor or model.args"
+        )
 
 
 def main(config: JobConfig, as_json: bool) -> None:

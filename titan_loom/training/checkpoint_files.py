@@ -31,10 +31,16 @@ def is_complete(path: Path) -> bool:
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in `folder`, ascending."""
-    if not folder.is_dir():
-        return []
-    matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()]
-    return sorted(int(match[1]) for match, path in matches if match and is_complete(path))
+    return sorted(int(path.name.removeprefix("step-")) for path in _step_folders(folder) if is_complete(path))
+
+
+def incomplete_steps(folder: Path) -> list[Path]:
+    """What is called like a checkpoint in `folder` and lacks its tensors or its state."""
+    return sorted(path for path in _step_folders(folder) if not is_complete(path))
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name)]
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:

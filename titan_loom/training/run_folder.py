@@ -49,12 +49,17 @@ class RunFolder:
             self._acquire()
         except OSError as error:
             raise _unusable("job.dump_folder", config.job.dump_folder, error.strerror) from error
-        checkpoint_files.remove_leftovers(checkpoint_files.checkpoint_folder(config))
+        checkpoints = checkpoint_files.checkpoint_folder(config)
+        checkpoint_files.remove_leftovers(checkpoints)
+        for path in checkpoint_files.incomplete_steps(checkpoints):
+            logger.warning(f"Passing over {path}, which is no complete checkpoint")
 
     def write_config(self, config: JobConfig) -> None:
         """Write the effective configuration, which can be run again as it is. Raises RunError when the disk is full."""
         try:
-            (self.path / "config.toml").write_text(to_toml(config))
+            aside = self.path / ".config.toml"
+            aside.write_text(to_toml(config))
+            aside.replace(self.path / "config.toml")
         except OSError as error:
             raise RunError(f"{self.path / 'config.toml'} could not be written: {error}") from error
 
