@@ -15,54 +15,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_loom import __version__
 from titan_loom.config import JobConfig
 from titan_loom.data.filters import count_by_reason
-from titan_loom.data.loader import (
-    IGNORED_LABEL,
-    Batch,
-    Fetch,
-    LaneLoader,
-    batch_digests,
-    combine_digests,
-    data_fingerprint,
-)
+from titan_loom.data.loader import IGNORED_LABEL, Batch, LaneLoader, data_fingerprint
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.distributed.compile import compiled
 from titan_loom.distributed.parallelize import parallelize
 from titan_loom.distributed.process_group import (
     check_same_on_all_ranks,
-    first_error,
     from_rank0,
     init_process_group,
     leave_process_group,
     local_device,
-    ranks_where,
     sum_over_ranks,
     tighten_timeout,
 )
 from titan_loom.errors import Interrupted, ReadError, RunError, UserError
 from titan_loom.models import build_model, model_args
-from titan_loom.models.layers.document_mask import documents_of
+from titan_loom.models.interface import Segment
+from titan_loom.optim.clipping import clip_gradients
 from titan_loom.optim.groups import assign_groups
 from titan_loom.optim.optimizers import build_optimizers
 from titan_loom.optim.schedules import Schedule, TokenSwitch
 from titan_loom.tools.inspect import check_expected_parameters, check_fits
 from titan_loom.tools.logging import logger
 from titan_loom.tools.random import derive_seed
-from titan_loom.training import checkpoint_files
+from titan_loom.training import batches, checkpoint_files
+from titan_loom.training.batches import MicroBatch
 from titan_loom.training.checkpoint import CheckpointManager
 from titan_loom.training.loops import LoopPlan
 from titan_loom.training.loss import chunk_losses, chunked_cross_entropy
-from titan_loom.training.metrics import MetricsProcessor, StepRecord
+from titan_loom.training.metrics import MetricsProcessor, SegmentRecord, StepRecord
 from titan_loom.training.run_folder import RunFolder
 from titan_loom.training.signals import StopRequest
-
-MAX_SECONDS_ALONE = 60.0
-"""A rank that waits for data meets the others this often, well within the timeout of collectives."""
 
 
 class Trainer:
@@ -245,17 +233,20 @@ class Trainer:
         logger.info(f"Training completed: {self.step} steps, {self.tokens_seen:,} tokens")
 
     def train_step(self) -> bool:
-        """One optimizer step. Returns whether any rank was asked to stop, the same on every rank."""
-        index = self.step - 1  # schedules count from 0
-        torch.manual_seed(derive_seed(self.config.debug.seed, "step", index))
+        """One step: an optimizer step for each segment of loops, all on one batch and at one learning rate.
+
+        Returns whether any rank was asked to stop, the same on every rank.
+        """
+        config, index = self.config, self.step - 1  # schedules count from 0
+        torch.manual_seed(derive_seed(config.debug.seed, "step", index))
         started = time.perf_counter()
-        batch = self._next_batch()
+        batch = batches.next_batch(self.loader, self.step, self.stop, config.data.streaming.report_seconds)
         data_wait = time.perf_counter() - started
         self.lane_states = batch.lane_states
 
-        counts = [*self._supervised_tokens(batch), bool(self.stop), *batch.filtered.flatten().tolist()]
-        counts = sum_over_ranks(counts)
         num_sources = len(self.source_tokens)
+        counts = [*batches.supervised_tokens(batch, num_sources), bool(self.stop), *batch.filtered.flatten().tolist()]
+        counts = sum_over_ranks(counts)
         source_counts, stop_requests, filtered = counts[:num_sources], counts[num_sources], counts[num_sources + 1 :]
         num_tokens = sum(source_counts)
         weight_decay = self.weight_decay(self.tokens_seen)
@@ -264,10 +255,7 @@ class Trainer:
         self.optimizers.set_weight_decay(weight_decay)
 
         num_loops = self.loops.num_loops(index)
-        self.optimizers.zero_grad()
-        sums = self.forward_backward(batch, num_tokens, num_loops)
-        grad_norm = self._clip()
-        self.optimizers.step()
+        segments = self.train_segments(batch, num_tokens, num_loops)
 
         self.tokens_seen += num_tokens
         for name, count in zip(self.source_tokens, source_counts, strict=True):
@@ -275,96 +263,93 @@ class Trainer:
         self.metrics.record(
             StepRecord(
                 step=self.step,
-                sums=sums,
-                grad_norm=grad_norm,
+                segments=segments,
                 source_counts=source_counts,
                 tokens_seen=self.tokens_seen,
                 source_tokens=dict(self.source_tokens),
                 lr=self.optimizers.lr(),
                 weight_decay=weight_decay,
                 num_loops=num_loops or self.args.num_loops,
-                flops=num_tokens
-                * self.model.flops_per_token(self.config.training.seq_len, num_loops, self.loops.backprop_loops),
+                flops=num_tokens * self._flops_per_token(num_loops, segments),
                 data_wait=data_wait,
                 filtered=count_by_reason(list(self.source_tokens), filtered),
                 source_wait=batch.read_seconds,
-                extra={"batch_sha256": self._batch_sha256(batch)} if self.config.debug.hash_batches else {},
+                extra={"batch_sha256": batches.global_sha256(batch)} if config.debug.hash_batches else {},
             )
         )
         return stop_requests > 0
 
-    def _next_batch(self) -> Batch:
-        """This rank's batch, when every rank has one. While one has not, the others neither hang nor time out.
+    def train_segments(self, batch: Batch, num_tokens: int, num_loops: int | None) -> list[SegmentRecord]:
+        """Train on this rank's share of a global batch with `num_tokens` supervised tokens, segment by segment.
 
-        Raises on all ranks alike:
-            UserError, ReadError: the first of those that a rank met.
-            Interrupted: asked to stop while a rank was waiting for data.
-        """
-        fetch = Fetch(self.loader)
-        while True:
-            fetch.join(min(self.config.data.streaming.report_seconds, MAX_SECONDS_ALONE))
-            waiting, failed, stopping = sum_over_ranks([fetch.is_alive(), fetch.error is not None, bool(self.stop)])
-            if failed:
-                raise first_error(fetch.error)
-            if not waiting:
-                return fetch.batch
-            if stopping:
-                raise Interrupted(f"stopped by {self.stop.reason or 'another rank'} while waiting for data")
-            logger.warning(f"Step {self.step} waits for the data of ranks {ranks_where(fetch.is_alive())}")
-
-    def forward_backward(self, batch: Batch, num_tokens: int, num_loops: int | None = None) -> Tensor:
-        """Accumulate the gradients of this rank's share of a global batch with `num_tokens` supervised tokens.
-
-        `num_loops`: passes over the looped stack; default: as the model is configured.
-
-        Returns:
-            fp32 (2 + num_sources,), sums over this rank's tokens: cross-entropy, weighted z-loss, and the
-            cross-entropy of each source.
+        The routers' balance follows the experts' load of the whole step.
         """
         training = self.config.training
-        sums = torch.zeros(2 + len(self.source_tokens), device=self.device)
-        micro_batches = zip(
-            *(t.split(training.local_batch_size) for t in (batch.inputs, batch.labels, batch.sources)), strict=True
-        )
+        document_eos = self.tokenizer.eos_id if self.config.data.document_mask else None
+        micro_batches = batches.micro_batches(batch, training.local_batch_size, self.device, document_eos)
+        records, loads = [], []
+        for segment in self.loops.segments(num_loops):
+            self.optimizers.zero_grad()
+            sums, load = self.forward_backward(micro_batches, num_tokens, num_loops, segment)
+            grad_norm = clip_gradients(self.model, training.max_norm)
+            self.optimizers.step()
+            records.append(SegmentRecord(segment=segment, sums=sums, grad_norm=grad_norm))
+            loads += [] if load is None else [load]
+        if loads:
+            load = torch.stack(loads).sum(0)
+            dist.all_reduce(load)
+            self.model.balance_experts(load)
+        return records
+
+    def forward_backward(
+        self, micro_batches: list[MicroBatch], num_tokens: int, num_loops: int | None, segment: Segment | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Accumulate the gradients of one segment of loops (None: all of them) over this rank's micro-batches.
+
+        Returns:
+            sums: fp32 (3 + num_sources,), over this rank's tokens: cross-entropy, weighted z-loss, weighted z-loss of
+                the routers, and the cross-entropy of each source.
+            load: int64 (layers, experts), this rank's tokens at each expert; None without experts.
+        """
+        training = self.config.training
+        sums = torch.zeros(3 + len(self.source_tokens), device=self.device)
+        load = None
         for i, micro_batch in enumerate(micro_batches):
-            inputs, labels, sources = (t.to(self.device, non_blocking=True) for t in micro_batch)
-            documents = documents_of(inputs, self.tokenizer.eos_id) if self.config.data.document_mask else None
-            with self.data_parallel.micro_batch(last=i == self.micro_batches - 1):
-                # (batch, seq, dim)
-                hidden = self.model(inputs, num_loops, self.loops.backprop_loops, documents).hidden
+            with self.data_parallel.micro_batch(last=i == len(micro_batches) - 1):
+                output = self.model(
+                    micro_batch.inputs,
+                    num_loops,
+                    self.loops.backprop_loops,
+                    micro_batch.documents,
+                    segment=segment,
+                    carried=micro_batch.carried,
+                )
                 losses = chunked_cross_entropy(
-                    hidden.flatten(0, 1),
+                    output.hidden.flatten(0, 1),
                     self.model.head_weight,
-                    labels.flatten(),
+                    micro_batch.labels.flatten(),
                     z_coefficient=self.z_coefficient,
                     chunk_tokens=training.loss_chunk_tokens,
                     chunk=self.chunk_losses,
                 )
-                (losses.loss_sum / num_tokens).backward()
+                router_z = torch.zeros((), device=self.device)
+                if output.router_z is not None:
+                    router_z = training.router_z_loss * (output.router_z * (micro_batch.labels != IGNORED_LABEL)).sum()
+                ((losses.loss_sum + router_z) / num_tokens).backward()
+            micro_batch.carried = output.carried
+            if output.expert_load is not None:
+                load = output.expert_load.long() if load is None else load + output.expert_load.long()
             sums[0] += losses.ce.sum()
             sums[1] += self.z_coefficient * losses.z.sum()
-            # Rows without a source (-1) have no supervised token and add zero to whichever entry they meet.
-            sums[2:].index_add_(0, sources.clamp(min=0), losses.ce.view_as(labels).sum(1))
-        return sums
+            sums[2] += router_z.detach()
+            sums[3:] += micro_batch.source_sums(losses.ce, len(self.source_tokens))
+        return sums, load
 
-    def _clip(self) -> Tensor:
-        """Clip the gradients by their global norm, and return it: summed in fp64, since fp32 sums of a million squares
-        differ by 1e-4 with the number of shards."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in parameters]
-        grad_norm = torch.linalg.vector_norm(torch.stack(norms)).float()
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.config.training.max_norm, grad_norm)
-        return grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-
-    def _supervised_tokens(self, batch: Batch) -> list[int]:
-        """This rank's supervised tokens by source."""
-        by_row = (batch.labels != IGNORED_LABEL).sum(1)
-        return [int(by_row[batch.sources == source].sum()) for source in range(len(self.source_tokens))]
-
-    def _batch_sha256(self, batch: Batch) -> str:
-        digests: list[list[bytes]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(digests, batch_digests(batch))
-        return combine_digests([digest for rank in digests for digest in rank])
+    def _flops_per_token(self, num_loops: int | None, segments: list[SegmentRecord]) -> int:
+        seq_len, backprop_loops = self.config.training.seq_len, self.loops.backprop_loops
+        return sum(
+            self.model.flops_per_token(seq_len, num_loops, backprop_loops, record.segment) for record in segments
+        )
 
     def flush_metrics(self) -> None:
         """Write out the metrics, and stop when they show that training has failed."""

@@ -98,6 +98,10 @@ def test_an_infinite_norm_means_no_clipping():
             },
             ["optimizer.weight_decay is 0", "greater than 0"],
         ),
+        (
+            {"training__segment_loops": "3", "training__backprop_loops": "1"},
+            ["training.segment_loops is 3", "training.backprop_loops is 1"],
+        ),
         ({"training__z_loss_until_tokens": "5"}, ["training.z_loss_until_tokens is 5", "training.z_loss is 0"]),
         ({"parallelism__data_parallel_shard_degree": "0"}, ["parallelism.data_parallel_shard_degree is 0", "-1"]),
         (

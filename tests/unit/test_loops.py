@@ -61,6 +61,15 @@ def test_a_list_has_no_loops_to_cut():
         plan(LIST, training=Training(backprop_loops=1))
 
 
+def test_segments_cover_the_loops_of_a_step():
+    assert plan().segments(None) == [None]
+    segmented = plan(training=Training(segment_loops=3))
+    assert segmented.segments(None) == [(0, 2)]
+    assert segmented.segments(7) == [(0, 3), (3, 6), (6, 7)]
+    with pytest.raises(UserError, match=r"training\.segment_loops is 3; it must be 0 with model\.args\.schedule"):
+        plan(LIST, training=Training(segment_loops=3))
+
+
 def test_a_prelude_without_any_gradient_has_to_be_allowed():
     with pytest.raises(UserError, match=r"training\.backprop_loops is 1, .* at least 2, .*allow_frozen_prelude true"):
         plan(training=Training(backprop_loops=1))

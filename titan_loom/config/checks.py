@@ -57,6 +57,8 @@ POSITIVE = [
 NOT_NEGATIVE = [
     "data.streaming.failures_per_hour",
     "training.z_loss",
+    "training.router_z_loss",
+    "training.segment_loops",
     "training.dataloader.num_workers",
     "optimizer.lr",
     "optimizer.weight_decay",
@@ -108,6 +110,7 @@ def check(config: JobConfig, world_size: int) -> None:
     _check_sources(config.data)
     _check_stages(config.data, config.training)
     _check_loop_sampling(config.model)
+    _check_segments(config.training)
     _check_learning_rate(config.lr_scheduler, config.training)
     _check_token_switches(config.optimizer, config.training)
     _check_activation_checkpoint(config.activation_checkpoint)
@@ -255,6 +258,14 @@ def _check_loop_sampling(model: Model) -> None:
         )
     if model.loop_sampling_mean is not None and not 1 < model.loop_sampling_mean < math.inf:
         raise UserError(f"model.loop_sampling_mean is {model.loop_sampling_mean}; it must be above 1 and finite")
+
+
+def _check_segments(training: Training) -> None:
+    if training.segment_loops and training.backprop_loops is not None:
+        raise UserError(
+            f"training.segment_loops is {training.segment_loops} and training.backprop_loops is "
+            f"{training.backprop_loops}; only one of them can be set"
+        )
 
 
 def _check_learning_rate(schedule: LRScheduler, training: Training) -> None:

@@ -202,11 +202,19 @@ class Training:
     z_loss_until_tokens: int | None = None
     """Supervised tokens after which the z-loss coefficient is 0."""
 
+    router_z_loss: float = 0.0
+    """Coefficient of mean(logsumexp(router logits)^2), added to the loss (models with experts; arXiv 2202.08906)."""
+
     loss_chunk_tokens: int = 16384
     """Tokens whose logits exist at one time."""
 
     backprop_loops: int | None = None
     """Differentiate the last this many loops only; what runs before them keeps no activations. Default: all."""
+
+    segment_loops: int = 0
+    """Train the loops in segments of this many (the last may be shorter), each with a loss, a backward pass and an
+    optimizer step of its own, on from the detached state that the one before left: memory is that of one segment, for
+    any number of loops. 0: one backward pass through all. Excludes `backprop_loops`."""
 
     allow_frozen_prelude: bool = False
     """Accept that `backprop_loops` leaves the layers before the loop without any gradient, for the whole run. They get

@@ -4,9 +4,12 @@ Loops are counted from 0. A segment that does not begin with the first loop goes
 one before it left in `LoopOutput.carried`, so that gradients end where a segment begins.
 """
 
-from typing import NamedTuple, Protocol
+from __future__ import annotations  # a configuration is checked without loading torch
 
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Segment(NamedTuple):

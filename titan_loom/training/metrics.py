@@ -24,19 +24,31 @@ from torch import Tensor
 from titan_loom.config import job_config
 from titan_loom.distributed.process_group import from_rank0
 from titan_loom.errors import RunError
+from titan_loom.models.interface import Segment
 from titan_loom.tools.device import peak_flops, peak_memory
 from titan_loom.tools.logging import logger
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One optimizer step as the trainer hands it over; nothing here has been read back from the device."""
+class SegmentRecord:
+    """One optimizer step; nothing here has been read back from the device."""
 
-    step: int
+    segment: Segment | None
+    """The loops that it trained; None: all at once."""
     sums: Tensor
-    """fp32 (2 + num_sources,), this rank's: cross-entropy, weighted z-loss, cross-entropy by source."""
+    """fp32 (3 + num_sources,), this rank's: cross-entropy, weighted z-loss, weighted z-loss of the routers,
+    cross-entropy by source."""
     grad_norm: Tensor
     """fp32 scalar, global, before clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """A step on one batch as the trainer hands it over. Its losses are those of its last segment, which reads what the
+    whole model computes."""
+
+    step: int
+    segments: list[SegmentRecord]
     source_counts: list[int]
     """Supervised tokens of the global batch by source."""
     tokens_seen: int
@@ -110,13 +122,17 @@ class MetricsProcessor:
         """
         if not self.records:
             return None
-        sums = _sum_in_rank_order(torch.stack([record.sums for record in self.records]))
-        grad_norms = torch.stack([record.grad_norm for record in self.records]).tolist()
+        segments = [segment for record in self.records for segment in record.segments]
+        of_segments = _sum_in_rank_order(torch.stack([segment.sums for segment in segments]))
+        grad_norms = torch.stack([segment.grad_norm for segment in segments]).cpu()
+        lengths = [len(record.segments) for record in self.records]
+        by_record = list(zip(of_segments.split(lengths), grad_norms.split(lengths), strict=True))
+        sums = torch.stack([of_record[-1] for of_record, _ in by_record])
         seconds = time.perf_counter() - self.window_start
         self.seconds_per_step = seconds / len(self.records)
         tokens = sum(sum(record.source_counts) for record in self.records)
         tps = tokens / seconds / dist.get_world_size()
-        rows = [self._row(record, sums[i].tolist(), grad_norms[i], tps) for i, record in enumerate(self.records)]
+        rows = [self._row(record, *of_record, tps) for record, of_record in zip(self.records, by_record, strict=True)]
         from_rank0(self._write, rows, sums.sum(0).tolist(), tokens, tps, seconds)
         self.records.clear()
         self.reset_clock()
@@ -162,23 +178,32 @@ class MetricsProcessor:
         except OSError as error:
             raise RunError(f"the metrics could not be written to {self.folder}: {error}") from error
 
-    def _row(self, record: StepRecord, sums: list[float], grad_norm: float, tps: float) -> dict[str, Any]:
+    def _row(self, record: StepRecord, sums: Tensor, grad_norms: Tensor, tps: float) -> dict[str, Any]:
+        """The line of a step; `sums`, (segments, 3 + num_sources), and `grad_norms`, (segments,), are global."""
         count = sum(record.source_counts)
-        ce, z, *by_source = sums
+        ce, z, router_z, *by_source = sums[-1].tolist()
         losses = {
             name: _finite(loss / n)
             for name, loss, n in zip(self.source_names, by_source, record.source_counts, strict=True)
             if n
         }
+        of_segments = zip(record.segments, sums[:, 0].tolist(), grad_norms.tolist(), strict=True)
+        segments = [
+            {"loops": list(each.segment), "ce_loss": _finite(total / count), "grad_norm": _finite(norm)}
+            for each, total, norm in of_segments
+            if each.segment is not None
+        ]
         return {
             "step": record.step,
             "total_steps": self.total_steps,
-            "loss": _finite((ce + z) / count),
+            "loss": _finite((ce + z + router_z) / count),
             "ce_loss": _finite(ce / count),
             "z_loss": _finite(z / count),
+            "router_z_loss": _finite(router_z / count),
             "perplexity": _perplexity(ce / count),
             "source_loss": losses,
-            "grad_norm": _finite(grad_norm),
+            "grad_norm": _finite(grad_norms[-1].item()),
+            "segments": segments,
             "tokens_seen": record.tokens_seen,
             "source_tokens": record.source_tokens,
             "lr": record.lr,
@@ -196,10 +221,10 @@ class MetricsProcessor:
         """The console line and the TensorBoard scalars: means over the window, weighted by tokens."""
         last = rows[-1]
         step, eta = last["step"], timedelta(seconds=round(last["eta"]))
-        loss = (sums[0] + sums[1]) / tokens
-        grad_norm = sum(record.grad_norm.item() for record in self.records) / len(rows)
+        loss = sum(sums[:3]) / tokens
+        grad_norm = sum(record.segments[-1].grad_norm.item() for record in self.records) / len(rows)
         counts = [sum(record.source_counts[i] for record in self.records) for i in range(len(self.source_names))]
-        by_source = {name: total / n for name, total, n in zip(self.source_names, sums[2:], counts, strict=True) if n}
+        by_source = {name: total / n for name, total, n in zip(self.source_names, sums[3:], counts, strict=True) if n}
         data_share = 100 * sum(row["data_wait"] for row in rows) / seconds
         memory, memory_percent = peak_memory(self.device)
         loops = sum(row["num_loops"] for row in rows) / len(rows)
@@ -224,6 +249,7 @@ class MetricsProcessor:
                 "loss_metrics/global_avg_loss": loss,
                 "loss_metrics/ce_loss": sums[0] / tokens,
                 "loss_metrics/z_loss": sums[1] / tokens,
+                "loss_metrics/router_z_loss": sums[2] / tokens,
                 "grad_norm": grad_norm,
                 "throughput(tps)": tps,
                 "tflops": tflops,
