@@ -59,6 +59,19 @@ def test_tables_show_counts_stages_and_groups(capsys):
         assert text in printed
 
 
+def test_the_other_family_is_described_alike(capsys):
+    config = JobConfig(model=Model(name="loom", flavor="loom_1p7b"), training=Training(seq_len=1023))
+    facts = inspect(config)
+    assert (facts["num_layers"], facts["num_visits"]) == (15, 135)
+    assert facts["parameters"]["active"] == 452_793_600
+    # Nine times the active matrices and 20 x 64 x 1,023 x 2 of attention a layer, and the head; 6 each.
+    matrices = 452_793_600 - 15 * 1280
+    assert facts["flops_per_token"] == 6 * (9 * (matrices + 15 * 2 * 20 * 64 * 1023) + 49_152 * 1280)
+    assert sum(group["parameters"] for group in facts["groups"].values()) == 1_644_913_920
+    main(config, as_json=False)
+    assert "g = 0.0645" in capsys.readouterr().out
+
+
 def test_expected_parameters_must_be_met_exactly():
     assert inspect(job("nanocoder", expected_parameters=9_895_690))
     with pytest.raises(UserError, match=r"model\.expected_parameters is 9,895,691 .* 9,895,690 parameters"):

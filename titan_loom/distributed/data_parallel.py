@@ -126,8 +126,9 @@ class _LoopedUnit:
     def reshard(self) -> None:
         self._unit.reshard()
 
-    def _after_visit(self, _block: nn.Module, _args: tuple, x: Tensor) -> None:
+    def _after_visit(self, _block: nn.Module, _args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
         # The first visit that is differentiated; earlier ones may run without gradient, later ones may be recomputed.
+        x = output[0] if isinstance(output, tuple) else output  # the stream, on which all later visits depend
         if self._waits_for_first_visit and x.requires_grad:
             self._waits_for_first_visit = False
             x.register_hook(self._backward_reaches_first_visit)

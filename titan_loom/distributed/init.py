@@ -16,9 +16,9 @@ from titan_loom.tools.random import derive_seed
 def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
     """Allocate a model that was built on the meta device and fill it with its initial weights.
 
-    The model names the values: `model.init_parameter(name, out, generator)` fills the full fp32 tensor `out`.
+    The model names the values: `model.init_parameter(name, out, generator)` fills the full fp32 tensor `out`, and
+    `model.init_buffer(name, out)` a buffer, of which every rank has all.
     """
-    assert not list(model.buffers()), "to_empty leaves buffers undefined"
     model.to_empty(device=device)
 
     def generator(name: str) -> torch.Generator:
@@ -35,3 +35,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
             parameter.to_local().copy_(shard)
         else:
             parameter.copy_(full)
+    for name, buffer in model.named_buffers():
+        full = torch.empty(buffer.shape, dtype=buffer.dtype)
+        model.init_buffer(name, full)
+        buffer.copy_(full)

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 
 from titan_loom.config import job_config
 from titan_loom.errors import UserError
-from titan_loom.models import nanocoder
+from titan_loom.models import loom, nanocoder
+from titan_loom.models.loom.args import LoomArgs
 from titan_loom.models.nanocoder.args import NanoCoderArgs
 
 if TYPE_CHECKING:
     from torch import nn
 
-FAMILIES: dict[str, dict[str, NanoCoderArgs]] = {"nanocoder": nanocoder.FLAVORS}
+ModelArgs = NanoCoderArgs | LoomArgs
+
+FAMILIES: dict[str, dict[str, ModelArgs]] = {"nanocoder": nanocoder.FLAVORS, "loom": loom.FLAVORS}
 
 
-def model_args(config: job_config.Model) -> NanoCoderArgs:
+def model_args(config: job_config.Model) -> ModelArgs:
     """The arguments of the model that `[model]` describes: its flavor, with `[model.args]` laid over it.
 
     Raises:
@@ -30,7 +33,7 @@ def model_args(config: job_config.Model) -> NanoCoderArgs:
     return override(flavor, config.args, prefix="model.args")
 
 
-def build_model(args: NanoCoderArgs) -> "nn.Module":
+def build_model(args: ModelArgs) -> "nn.Module":
     """The model of `args`, on the current default device (use `with torch.device("meta")` to allocate nothing)."""
     return args.build()
 

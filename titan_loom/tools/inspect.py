@@ -98,14 +98,12 @@ def main(config: JobConfig, as_json: bool) -> None:
 
 def _schedule_table(config: JobConfig) -> Table:
     args = model_args(config.model)
-    injections = args.injections()
-    table = Table(
-        "stage", "visits", "layers", "n-gram memory", title=f"{args.num_layers} layers, {args.num_visits} visits"
-    )
+    notes = args.visit_notes()
+    table = Table("stage", "visits", "layers", "added", title=f"{args.num_layers} layers, {args.num_visits} visits")
     start = 0
     for stage, layers, _ in args.stages():
         visits = range(start, start + len(layers))
-        added = [f"scale {injections[visit]} at visit {visit}" for visit in visits if visit in injections]
+        added = [notes[visit] for visit in visits if visit in notes]
         table.add_row(stage, str(len(visits)), " ".join(map(str, layers)), ", ".join(added))
         start = visits.stop
     return table

@@ -38,8 +38,16 @@ class Attention(nn.Module):
         v = self.value(x).unflatten(-1, heads)
         q = apply_rope(q, rope, self.rope_interleaved)
         k = apply_rope(k, rope, self.rope_interleaved)
-        if documents is not None:
-            return self.output(document_attention(q, k, v, documents).flatten(-2))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.output(a.transpose(1, 2).flatten(-2))
+        return self.output(causal_attention(q, k, v, documents).flatten(-2))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+    """Attention of q, (batch, seq, heads, head_dim), to k and v, (batch, seq, kv_heads, head_dim); returns q's shape.
+
+    Scale 1 / sqrt(head_dim); query head i reads key and value head i // (heads / kv_heads). With `documents`, no token
+    sees another document's.
+    """
+    if documents is not None:
+        return document_attention(q, k, v, documents)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)

@@ -23,6 +23,9 @@ class Documents(NamedTuple):
     block_mask: BlockMask | None
     """The same for FlexAttention, on devices where attention runs through it; None selects attention by document."""
 
+    padding: Tensor | None = None
+    """(batch, seq) bool: True where there is no token of any document, only filling; None: nowhere."""
+
 
 def documents_of(tokens: Tensor, eos_id: int) -> Documents:
     """The documents of `tokens`, (batch, seq) int64: `eos_id` ends a document and belongs to it."""

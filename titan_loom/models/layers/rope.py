@@ -9,14 +9,19 @@ from torch import Tensor
 
 
 def rope_tables(
-    seq_len: int, head_dim: int, theta: float, device: torch.device, positions: Tensor | None = None
+    seq_len: int,
+    head_dim: int,
+    theta: float,
+    device: torch.device,
+    positions: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Cosines and sines of positions 0 to seq_len - 1: (2, seq, head_dim / 2), fp32.
+    """Cosines and sines of positions 0 to seq_len - 1: (2, seq, head_dim / 2), in `dtype`.
 
     With `positions`, (batch, seq) int64 and all below seq_len, those of each token's: (2, batch, seq, head_dim / 2).
     """
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32, device=device), frequencies)
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=dtype, device=device), frequencies)
     tables = torch.stack((angles.cos(), angles.sin()))
     return tables if positions is None else tables[:, positions]
 

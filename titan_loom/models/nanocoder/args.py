@@ -5,9 +5,10 @@ data: `prelude`, `loop`, `coda` and `num_loops` spell the usual shape, and `sche
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from titan_loom.errors import UserError
+from titan_loom.models.schedule import Stage
 
 if TYPE_CHECKING:
     from titan_loom.models.nanocoder.model import NanoCoder
@@ -15,14 +16,6 @@ if TYPE_CHECKING:
 
 Visits = tuple[tuple[int, int | None], ...]
 """Layers in the order in which they run, each with the injection scale of the n-gram memory added before it, if any."""
-
-
-class Stage(NamedTuple):
-    """A part of the schedule: the layers of the prelude, of one loop, of the coda, or of a whole list."""
-
-    name: str
-    layers: tuple[int, ...]
-    is_loop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +192,10 @@ class NanoCoderArgs:
         if self.ngram_visits is not None:
             return {visit: scale for scale, visit in enumerate(self.ngram_visits)}
         return {self.prelude + t * self.loop: min(t, self.num_loops - 1) for t in range(num_loops)}
+
+    def visit_notes(self) -> dict[int, str]:
+        """What is added to the stream before a visit, for people."""
+        return {visit: f"n-gram memory, scale {scale} at visit {visit}" for visit, scale in self.injections().items()}
 
     def _num_loops(self, num_loops: int | None) -> int:
         if num_loops is None:
