@@ -42,23 +42,25 @@ def wrap(wrapping: bool | Parallelism):
     """A wrapped nanocoder, and what has to surround its micro-batches."""
     with torch.device("meta"):
         model = build_model(FLAVORS["nanocoder"])
+    device = torch.device("cpu")
     if isinstance(wrapping, bool):
         for module in [*model.blocks, model]:
             fully_shard(module, reshard_after_forward=wrapping)
             module.set_force_sum_reduction_for_comms(True)
-        materialize(model, torch.device("cpu"), 0)
-        return model, SimpleNamespace(micro_batch=lambda last: nullcontext())
-    return model, parallelize(
-        model,
-        torch.device("cpu"),
-        parallelism=wrapping,
-        activation_checkpoint=ActivationCheckpoint(),
-        compile=Compile(),
-        param_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-        micro_batches=1,
-        seed=0,
-    )
+        data_parallel = SimpleNamespace(micro_batch=lambda last: nullcontext())
+    else:
+        data_parallel = parallelize(
+            model,
+            device,
+            parallelism=wrapping,
+            activation_checkpoint=ActivationCheckpoint(),
+            compile=Compile(),
+            param_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            micro_batches=1,
+        )
+    materialize(model, device, 0)
+    return model, data_parallel
 
 
 def measure(repeats: int, num_loops: int) -> dict[str, dict]:

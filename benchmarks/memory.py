@@ -7,18 +7,16 @@ aside; of selective checkpointing in eager it does not see what is kept beside a
 only. The loss: 16,384 tokens and 8,192 entries, the peak of what is allocated over forward and backward.
 """
 
-import weakref
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from titan_loom.config import ActivationCheckpoint, Compile
 from titan_loom.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_loom.distributed.compile import apply_compile
+from titan_loom.distributed.fake import Meter
 from titan_loom.distributed.init import materialize
 from titan_loom.models import build_model
 from titan_loom.models.nanocoder import FLAVORS
@@ -60,41 +58,14 @@ def kept(model: nn.Module, num_loops: int, backprop_loops: int | None = None) ->
     return sum(storage.nbytes() for storage in storages.values()) / MIB
 
 
-class Peak(TorchDispatchMode):
-    """Follows the bytes of the storages that operations make, and their maximum."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak, self._known = 0, 0, set()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._follow(tensor.untyped_storage())
-        return result
-
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._freed, key, storage.nbytes())
-
-    def _freed(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.live -= nbytes
-
-
 def loss_peak(loss: Callable) -> float:
     """MiB allocated at most in forward and backward of `loss(hidden, weight, labels)`."""
     hidden = torch.randn(16_384, 256, requires_grad=True)
     weight = torch.randn(8_192, 256, requires_grad=True)
     labels = torch.randint(0, 8_192, (16_384,))
-    with Peak() as peak:
+    with Meter() as meter:
         loss(hidden, weight, labels).backward()
-    return peak.peak / MIB
+    return meter.peak / MIB
 
 
 def chunked(chunk_tokens: int) -> Callable:

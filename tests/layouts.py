@@ -23,6 +23,7 @@ from titan_loom.config import (
 )
 from titan_loom.config import Optimizer as OptimizerConfig
 from titan_loom.distributed.compile import compiled
+from titan_loom.distributed.init import materialize
 from titan_loom.distributed.parallelize import parallelize
 from titan_loom.models import build_model
 from titan_loom.models.nanocoder.args import NanoCoderArgs
@@ -93,8 +94,8 @@ class Run:
             param_dtype=dtype,
             reduce_dtype=dtype,
             micro_batches=layout.micro_batches,
-            seed=0,
         )
+        materialize(self.model, torch.device("cpu"), 0)
         self.chunk = compiled(chunk_losses, "loss", compile)
         groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
         self.optimizers = build_optimizers(

@@ -36,9 +36,16 @@ def launch(argv: list[str]) -> int:
     config = load_config(argv[argv.index(TRAIN_MODULE) + 1 :]) if TRAIN_MODULE in argv else None
 
     elastic = _import_elastic()
-    options = elastic.parse_options(argv)
+    is_fake = config is not None and config.comm.mode == "fake"
+    options = elastic.parse_options(argv, fake=is_fake)
     if config is not None:
-        preflight(config, options.nnodes * options.nproc_per_node)
+        world_size = options.nnodes * options.nproc_per_node
+        preflight(config, world_size)
+        if is_fake:
+            from titan_loom import plan
+
+            plan.main(config, world_size)
+            return 0
         if is_finished(config):
             return 0
     run_folder = Path(config.job.dump_folder) if config is not None else Path()

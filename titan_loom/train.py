@@ -24,8 +24,14 @@ def main() -> int:
     try:
         config = load_config(sys.argv[1:])
         init_logger()
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host: each has its own folders
-            preflight(config, int(os.environ.get("WORLD_SIZE", "1")))
+            preflight(config, world_size)
+        if config.comm.mode == "fake":
+            from titan_loom import plan
+
+            plan.main(config, world_size)
+            return 0
         if is_finished(config):
             return 0
         from titan_loom.trainer import Trainer

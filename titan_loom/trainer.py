@@ -23,6 +23,7 @@ from titan_loom.data.loader import IGNORED_LABEL, Batch, LaneLoader, data_finger
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.distributed.compile import compiled
+from titan_loom.distributed.init import materialize
 from titan_loom.distributed.parallelize import parallelize
 from titan_loom.distributed.process_group import (
     check_same_on_all_ranks,
@@ -80,6 +81,7 @@ class Trainer:
         self.data_fingerprint, self.listing, start = from_rank0(self._open_run_folder)
 
         self._build_model()
+        materialize(self.model, self.device, config.debug.seed)
         groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
         self.optimizers = build_optimizers(groups, config.optimizer)
         self._build_schedules()
@@ -160,7 +162,6 @@ class Trainer:
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             micro_batches=self.micro_batches,
-            seed=self.config.debug.seed,
         )
         self.chunk_losses = compiled(chunk_losses, "loss", self.config.compile)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from titan_loom import launch
+from titan_loom import launch, train
 from titan_loom.distributed import elastic
 from titan_loom.errors import UserError
 
@@ -153,7 +153,7 @@ def test_the_configuration_is_checked_for_the_processes_of_all_hosts(no_worker, 
 def test_a_wrong_key_is_reported_without_torch():
     code = """
 import sys
-from titan_loom import launch
+from titan_loom import launch, train
 assert launch.main(["--nproc_per_node", "2", "-m", "titan_loom.train", "--training.stepz", "3"]) == 2
 sys.exit("torch" in sys.modules)
 """
@@ -163,7 +163,7 @@ sys.exit("torch" in sys.modules)
 STORE_THAT_GOES_AWAY = """
 import os, time
 from datetime import timedelta
-from titan_loom import launch
+from titan_loom import launch, train
 
 os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
 launch._import_elastic()
@@ -195,3 +195,32 @@ def test_help_after_the_module_explains_the_configuration(no_worker, capsys):
         launch.main(["--nproc_per_node", "2", "-m", "titan_loom.train", "--help"])
     assert leaving.value.code == 0
     assert "--training.seq_len" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("entry", ["launcher", "worker"])
+def test_a_fake_run_starts_no_worker_and_reads_no_data(no_worker, devices, monkeypatch, tmp_path, entry):
+    (tmp_path / "run.toml").write_text(
+        """
+        [data]
+        lanes = 64
+        [data.sources.hub]
+        path = "owner/there-is-no-such-dataset"
+        [training]
+        local_batch_size = 1
+        global_batch_size = 64
+        steps = 1
+        """
+    )
+    planned = []
+    monkeypatch.setattr("titan_loom.plan.main", lambda config, world_size: planned.append(world_size))
+    devices(2)
+    argv = ["-m", "titan_loom.train", "--job.config_file", str(tmp_path / "run.toml"), "--comm.mode", "fake"]
+    if entry == "launcher":
+        assert launch.main(["--nproc_per_node", "32", "--nnodes", "2", *argv]) == 0
+    else:
+        monkeypatch.setenv("WORLD_SIZE", "64")
+        monkeypatch.setattr(sys, "argv", argv[1:])
+        monkeypatch.setattr(train, "leave_with_launcher", lambda: None)
+        assert train.main() == 0
+    assert planned == [64]
+    assert launch.main(["--nproc_per_node", "48", *argv]) == 2

@@ -1,8 +1,9 @@
+import numpy as np
 import pytest
 import torch
 
 from titan_loom.optim import newton_schulz
-from titan_loom.optim.newton_schulz import QUINTIC, in_batches, orthogonalize, step_coefficients
+from titan_loom.optim.newton_schulz import POLAR_EXPRESS, QUINTIC, in_batches, orthogonalize, step_coefficients
 
 EPS = 1e-7
 
@@ -26,6 +27,37 @@ def test_polar_express_converges_from_a_thousandth_of_the_norm():
     values = torch.logspace(-2.9, 0, 24)
     assert (singular_values("polar_express", 9, values / values.norm()) - 1).abs().max() < 1e-4
     assert (singular_values("quintic", 9, values / values.norm()) - 1).abs().max() > 0.1
+
+
+def best_quintic(low: float, high: float) -> np.ndarray:
+    """(a, b, c) of the odd quintic that is nearest to 1 on [low, high], by Remez' exchange.
+
+    Its error has the same size and alternating signs at the ends and at its two extrema between them.
+    """
+    points = np.linspace(low, high, 4)
+    for _ in range(100):
+        system = np.stack([points, points**3, points**5, [1, -1, 1, -1]], axis=1)
+        a, b, c, _ = np.linalg.solve(system, np.ones(4))
+        extrema = np.sqrt(np.roots([5 * c, 3 * b, a]).real)
+        points = np.array([low, *sorted(extrema), high])
+    return np.array([a, b, c])
+
+
+def test_polar_express_is_the_composition_of_the_best_polynomials():
+    """arXiv:2505.16932: each step is the best on where the one before has left singular values from 1e-3 to 1.
+
+    Its interval is no wider than its cushion allows, and it is scaled so that both ends of the true one err alike.
+    """
+    cushion, stretch = 0.02407327424182761, np.array([1.01, 1.01**3, 1.01**5])
+    low, high = 1e-3, 1.0
+    for triple in POLAR_EXPRESS[:-1]:
+        best = best_quintic(max(low, cushion * high), high)
+        at_low, at_high = (best @ [end, end**3, end**5] for end in (low, high))
+        scale = 2 / (at_low + at_high)
+        np.testing.assert_allclose(triple * stretch, best * scale, atol=1e-9)
+        low, high = scale * at_low, scale * at_high
+    assert high - low < 1e-6  # where the limit for low = high = 1 is as good, which repeats
+    np.testing.assert_allclose(best * scale, POLAR_EXPRESS[-1], atol=1e-5)
 
 
 def test_the_last_triple_repeats():

@@ -31,11 +31,11 @@ SECONDS_FOR_OTHER_HOSTS = 30
 LINES_OF_LOG = 20
 
 
-def parse_options(argv: list[str]) -> Namespace:
+def parse_options(argv: list[str], *, fake: bool = False) -> Namespace:
     """Torchrun's options, with `nnodes` and `nproc_per_node` as integers and the rendezvous chosen.
 
     One host rendezvouses with itself on a free port, so that several runs share it; several hosts meet at
-    `--master_addr`, `--master_port` by `--node_rank`.
+    `--master_addr`, `--master_port` by `--node_rank`. A `fake` launch starts no process, so it may have any number.
 
     Raises:
         UserError: a number of nodes or processes that cannot be.
@@ -58,7 +58,7 @@ def parse_options(argv: list[str]) -> Namespace:
         options.nproc_per_node = determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
         raise UserError(f"--nproc_per_node (NGPU) is {options.nproc_per_node!r}: {error}") from None
-    devices = torch.cuda.device_count()
+    devices = 0 if fake else torch.cuda.device_count()
     if not 1 <= options.nproc_per_node <= (devices or sys.maxsize):
         allowed = f"from 1 to the {devices} CUDA devices of this host" if devices else "1 or greater"
         raise UserError(f"--nproc_per_node (NGPU) is {options.nproc_per_node}; it must be {allowed}")

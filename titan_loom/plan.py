@@ -1,0 +1,162 @@
+"""`[comm] mode = "fake"`: rank 0 of any number of ranks, in one process and without memory, data or network.
+
+The trainer's own code builds, shards and steps the model, on tensors that have a shape but no elements, in a process
+group whose collectives return at once. So the layout of a cluster is checked, and its memory and traffic measured, on
+the machine where one writes the configuration. What runs is the CPU's code in eager mode: kernels of a GPU and of the
+compiler keep less, so what is counted for activations is an upper bound.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from titan_loom.config import Compile, JobConfig
+from titan_loom.data.loader import Batch
+from titan_loom.data.tokenizer import load_tokenizer
+from titan_loom.distributed.fake import Meter, init_fake_process_group
+from titan_loom.distributed.process_group import leave_process_group
+from titan_loom.models import model_args
+from titan_loom.optim.groups import assign_groups
+from titan_loom.optim.optimizers import build_optimizers
+from titan_loom.tools.logging import init_logger
+from titan_loom.trainer import Trainer
+from titan_loom.training.loops import LoopPlan
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an optimizer step takes of rank 0, which holds the most. All in bytes but `padding` and `calls`."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    peak: int
+    """At the fullest moment, with activations, gathered weights and temporaries."""
+    padding: float
+    """What sharding adds to the parameters so that they divide by the ranks, as a fraction of them."""
+    calls: dict[str, int]
+    """Collectives by kind."""
+    nbytes: dict[str, int]
+    """The whole tensors of these collectives, summed, by kind."""
+
+
+def main(config: JobConfig, world_size: int) -> None:
+    """Print the plan of `config` for `world_size` processes."""
+    init_logger()
+    found = plan(config, world_size)
+    rest = found.peak - found.parameters - found.gradients - found.optimizer_state
+    memory = {
+        "parameters": found.parameters,
+        "gradients": found.gradients,
+        "optimizer state": found.optimizer_state,
+        "activations, gathered weights, temporaries": rest,
+        "memory at the peak": found.peak,
+    }
+    table = Table(f"rank 0 of {world_size}", Column("MiB", justify="right"), Column("calls a step", justify="right"))
+    for name, nbytes in memory.items():
+        table.add_row(name, f"{nbytes / MIB:,.1f}")
+    table.add_section()
+    for kind, calls in found.calls.items():
+        table.add_row(kind, f"{found.nbytes[kind] / MIB:,.1f}", str(calls))
+    Console().print(table, f"Sharding pads the parameters by {100 * found.padding:.1f} %.", sep="\n")
+
+
+def plan(config: JobConfig, world_size: int) -> Plan:
+    """Take the step of rank 0 of `world_size` that `config` describes, on fake tensors.
+
+    Raises:
+        UserError: a mistake in the configuration that only shows with the model at hand.
+    """
+    init_fake_process_group(world_size)
+    trainer = _FakeTrainer(config)
+    accumulation = trainer.micro_batches
+    # From the second step on the optimizers have their state. Micro-batches in the middle are all alike.
+    _, calls, nbytes = trainer.step(min(2, accumulation))
+    peak, *totals = trainer.step(min(3, accumulation))
+    more = max(0, accumulation - 3)
+    all_calls, all_nbytes = (
+        {kind: last[kind] + more * (last[kind] - before[kind]) for kind in last}
+        for before, last in zip((calls, nbytes), totals, strict=True)
+    )
+    parameters = list(trainer.model.parameters())
+    units = trainer.data_parallel.units
+    padded = sum(unit.numel for unit in [*units.of_blocks, units.root])
+    result = Plan(
+        parameters=_local_bytes(parameters),
+        gradients=_local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+        optimizer_state=_local_bytes(trainer.optimizers.named_states().values()),
+        peak=peak,
+        padding=padded / sum(parameter.numel() for parameter in parameters) - 1,
+        calls=all_calls,
+        nbytes=all_nbytes,
+    )
+    del parameters
+    trainer.close()
+    return result
+
+
+class _FakeTrainer(Trainer):
+    """The trainer's model, optimizers and step, without its data, its checkpoints and its folder."""
+
+    def __init__(self, config: JobConfig):
+        self.config = config = replace(config, compile=Compile())
+        training = config.training
+        self.device = torch.device("cpu")
+        self.micro_batches = training.global_batch_size // (training.local_batch_size * dist.get_world_size())
+        self.args = model_args(config.model)
+        self.loops = LoopPlan(config.model, training, self.args, config.debug.seed)
+        self.tokenizer = load_tokenizer(config.model.tokenizer_path)
+        self.source_tokens = dict.fromkeys(config.data.sources, 0)
+        self._build_model()
+        # FSDP2 takes no meta tensors; until here the parameters are, and the mode has to accept them.
+        self._fake, self._meter = FakeTensorMode(allow_non_fake_inputs=True), Meter()
+        with self._fake, self._meter:
+            self.model.to_empty(device=self.device)
+            groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
+            self.optimizers = build_optimizers(groups, config.optimizer)
+            self._build_schedules()
+
+    def step(self, micro_batches: int) -> tuple[int, Counter, Counter]:
+        """A step of so many micro-batches, with the most loops that the configuration may draw.
+
+        Returns:
+            The peak in bytes; calls and bytes by kind of collective.
+        """
+        training, loops = self.config.training, self.loops
+        self.micro_batches = micro_batches
+        rows = training.local_batch_size * micro_batches
+        self._meter.reset()
+        with self._fake, self._meter:
+            batch = Batch(
+                inputs=torch.zeros(rows, training.seq_len, dtype=torch.int64),
+                labels=torch.zeros(rows, training.seq_len, dtype=torch.int64),
+                sources=torch.zeros(rows, dtype=torch.int64),
+                lane_states={},
+                filtered=None,
+                read_seconds={},
+            )
+            self.optimizers.zero_grad()
+            num_loops = None if loops.sampling == "fixed" else loops.maximum
+            self.forward_backward(batch, training.tokens_per_step, num_loops)
+            self._clip()
+            self.optimizers.step()
+        return self._meter.peak, self._meter.calls, self._meter.nbytes
+
+    def close(self) -> None:
+        mesh = self.data_parallel.mesh
+        self.model = self.optimizers = self.data_parallel = None
+        leave_process_group(mesh)
+
+
+def _local_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
