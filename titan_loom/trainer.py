@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from titan_loom import __version__
 from titan_loom.config import JobConfig
 from titan_loom.data.filters import count_by_reason
+from titan_loom.data.lanes import IGNORED_LABEL
 from titan_loom.data.loader import (
-    IGNORED_LABEL,
     Batch,
     Fetch,
     LaneLoader,
@@ -46,7 +46,7 @@ from titan_loom.distributed.process_group import (
 )
 from titan_loom.errors import Interrupted, ReadError, RunError, UserError
 from titan_loom.models import build_model, model_args
-from titan_loom.models.layers.document_mask import documents_of
+from titan_loom.models.layers.document_mask import Documents, documents_at, positions_by_eos
 from titan_loom.optim.groups import assign_groups
 from titan_loom.optim.optimizers import build_optimizers
 from titan_loom.optim.schedules import Schedule, TokenSwitch
@@ -207,7 +207,7 @@ class Trainer:
             f"{training.seq_len}, {training.tokens_per_step:,} tokens per step, total steps {self.num_steps}, "
             f"{config.data.lanes} lanes on {self.world_size} processes ({self.device.type})"
         )
-        if config.data.document_mask:
+        if config.data.isolates_documents:
             logger.info("Documents inside a sequence are kept apart: attention, positions, n-grams")
 
     def train(self) -> None:
@@ -322,12 +322,12 @@ class Trainer:
         """
         training = self.config.training
         sums = torch.zeros(2 + len(self.source_tokens), device=self.device)
-        micro_batches = zip(
-            *(t.split(training.local_batch_size) for t in (batch.inputs, batch.labels, batch.sources)), strict=True
-        )
+        positions = [] if batch.positions is None else [batch.positions]
+        tensors = (batch.inputs, batch.labels, batch.sources, *positions)
+        micro_batches = zip(*(t.split(training.local_batch_size) for t in tensors), strict=True)
         for i, micro_batch in enumerate(micro_batches):
-            inputs, labels, sources = (t.to(self.device, non_blocking=True) for t in micro_batch)
-            documents = documents_of(inputs, self.tokenizer.eos_id) if self.config.data.document_mask else None
+            inputs, labels, sources, *positions = (t.to(self.device, non_blocking=True) for t in micro_batch)
+            documents = self._documents(inputs, labels, *positions)
             with self.data_parallel.micro_batch(last=i == self.micro_batches - 1):
                 # (batch, seq, dim)
                 hidden = self.model(inputs, num_loops, self.loops.backprop_loops, documents)
@@ -345,6 +345,14 @@ class Trainer:
             # Rows without a source (-1) have no supervised token and add zero to whichever entry they meet.
             sums[2:].index_add_(0, sources.clamp(min=0), losses.ce.view_as(labels).sum(1))
         return sums
+
+    def _documents(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Documents | None:
+        """The documents of a micro-batch, if they are kept apart; `positions` if its batch has them."""
+        if not self.config.data.isolates_documents:
+            return None
+        if positions is None:
+            positions = positions_by_eos(inputs, self.tokenizer.eos_id)
+        return documents_at(positions, labels == IGNORED_LABEL)
 
     def _clip(self) -> Tensor:
         """Clip the gradients by their global norm, and return it: summed in fp64, since fp32 sums of a million squares
