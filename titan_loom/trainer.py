@@ -19,7 +19,8 @@ from torch import Tensor
 from titan_loom import __version__
 from titan_loom.config import JobConfig
 from titan_loom.data.filters import count_by_reason
-from titan_loom.data.loader import IGNORED_LABEL, Batch, LaneLoader, data_fingerprint
+from titan_loom.data.lanes import IGNORED_LABEL
+from titan_loom.data.loader import Batch, LaneLoader, data_fingerprint
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.distributed.compile import compiled
@@ -197,7 +198,7 @@ class Trainer:
             f"{training.seq_len}, {training.tokens_per_step:,} tokens per step, total steps {self.num_steps}, "
             f"{config.data.lanes} lanes on {self.world_size} processes ({self.device.type})"
         )
-        if config.data.document_mask:
+        if config.data.isolates_documents:
             logger.info("Documents inside a sequence are kept apart: attention, positions, n-grams")
 
     def train(self) -> None:
@@ -286,7 +287,7 @@ class Trainer:
         The routers' balance follows the experts' load of the whole step.
         """
         training = self.config.training
-        document_eos = self.tokenizer.eos_id if self.config.data.document_mask else None
+        document_eos = self.tokenizer.eos_id if self.config.data.isolates_documents else None
         micro_batches = batches.micro_batches(batch, training.local_batch_size, self.device, document_eos)
         records, loads = [], []
         for segment in self.loops.segments(num_loops):

@@ -8,13 +8,14 @@ import os
 import random
 from collections import Counter
 from itertools import islice
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from titan_loom.config.job_config import Data, Dataloader, Source
-from titan_loom.data import readers
+from titan_loom.data import first_fit, readers
 from titan_loom.data.documents import get_format
 from titan_loom.data.loader import LaneLoader, batch_digests, combine_digests
 from titan_loom.data.readers import Part
@@ -26,10 +27,11 @@ SEED = int(os.environ.get("TITAN_LOOM_TEST_SEED", random.randrange(2**32)))
 TOKENIZER = load_tokenizer()
 SEQ_LEN = 12
 NAME = "s"
+LOOK_AHEAD = 5  # so that rows are filled long before the end of an epoch
 
 
 def text_of(part: int, row: int) -> str:
-    return f"{part}.{row}" + " word" * ((part + row) % 4)
+    return f"{part}.{row}" + " word" * ((part + row) % 4 * 4)
 
 
 def memory_rows(part, start, stop, columns, access):
@@ -54,6 +56,7 @@ def runs(draw, workers: list[int], lanes: list[int]):
         lanes=draw(st.sampled_from(lanes)),
         window=draw(st.integers(1, 6)),
         open_parts=draw(st.integers(1, 3)),
+        packing=draw(st.sampled_from(["stream", "first_fit"])),
         sources={NAME: Source(path="memory/rows", encode_batch_size=draw(st.integers(1, 5)))},
     )
     stretches = [draw(st.integers(1, 4)) for _ in range(3)]
@@ -61,9 +64,10 @@ def runs(draw, workers: list[int], lanes: list[int]):
     return rows, data, draw(st.integers(0, 3)), list(zip(stretches, layouts, strict=True))
 
 
-def read(parts: Parts, data: Data, data_seed: int, stretches) -> tuple[list[str], dict[int, list[int]]]:
-    """Digest of each global batch, and each lane's tokens, of a run that is resumed after each stretch."""
-    digests, tokens, states, step = [], {lane: [] for lane in range(data.lanes)}, None, 0
+def read(parts: Parts, data: Data, data_seed: int, stretches) -> tuple[list[str], dict[int, list]]:
+    """Digest of each global batch, and the rows of each lane (inputs, labels, positions), of a run that is resumed
+    after each stretch."""
+    digests, found, states, step = [], {lane: [] for lane in range(data.lanes)}, None, 0
     for num_steps, (degree, workers) in stretches:
         rows = [[] for _ in range(num_steps)]
         consumed = {}
@@ -85,13 +89,33 @@ def read(parts: Parts, data: Data, data_seed: int, stretches) -> tuple[list[str]
             )
             for batch, digest in zip(islice(loader, num_steps), rows, strict=True):
                 digest += batch_digests(batch)
-                for lane, labels in zip(batch.lane_states, batch.labels.tolist(), strict=True):
-                    tokens[lane] += labels
+                positions = batch.labels if batch.positions is None else batch.positions
+                tensors = (batch.inputs, batch.labels, positions)
+                for lane, *row in zip(batch.lane_states, *(t.tolist() for t in tensors), strict=True):
+                    found[lane].append(row)
             consumed |= batch.lane_states
             loader.close()
         digests += map(combine_digests, rows)
         states, step = consumed, step + num_steps
-    return digests, tokens
+    return digests, found
+
+
+def rows_of_chunks(stream: list[np.ndarray], num_rows: int) -> list[list]:
+    """The rows that documents give: (inputs, labels, positions)."""
+    chunks = [document[i : i + SEQ_LEN + 1] for document in stream for i in range(0, len(document) - 1, SEQ_LEN + 1)]
+    chunks = [chunk.tolist() for chunk in chunks if len(chunk) > 1]
+    rows = []
+    for _ in range(num_rows):
+        inputs, labels, positions = [], [], []
+        while fitting := [c for c in chunks[:LOOK_AHEAD] if len(inputs) + len(c) - 1 <= SEQ_LEN]:
+            chunks.pop(next(i for i, chunk in enumerate(chunks) if chunk is fitting[0]))
+            inputs += fitting[0][:-1]
+            labels += fitting[0][1:]
+            positions += range(len(fitting[0]) - 1)
+        left = SEQ_LEN - len(inputs)
+        rows.append([inputs + [0] * left, labels + [-100] * left, positions + list(range(left))])
+    assert len(chunks) >= LOOK_AHEAD
+    return rows
 
 
 def row_stream(parts: Parts, data: Data, data_seed: int, lane: int) -> RowStream:
@@ -107,29 +131,35 @@ def row_stream(parts: Parts, data: Data, data_seed: int, lane: int) -> RowStream
     )
 
 
+@patch.object(first_fit, "LOOK_AHEAD", LOOK_AHEAD)
 def check(run) -> None:
     rows, data, data_seed, stretches = run
     parts = make_parts(rows)
     num_steps = sum(steps for steps, _ in stretches)
-    expected, tokens = read(parts, data, data_seed, [(num_steps, (1, 0))])
-    found, found_tokens = read(parts, data, data_seed, stretches)
+    expected, expected_rows = read(parts, data, data_seed, [(num_steps, (1, 0))])
+    found, found_rows = read(parts, data, data_seed, stretches)
     assert found == expected
-    assert found_tokens == tokens
+    assert found_rows == expected_rows
 
     # What the lanes gave are whole documents, in the order of the rows; two epochs of rows are the source twice.
+    num_tokens = num_steps * SEQ_LEN + (LOOK_AHEAD + 1) * (SEQ_LEN + 1) * (data.packing == "first_fit")
     epochs: list[Counter] = [Counter(), Counter()]
     for lane in range(data.lanes):
         texts = []
         for row, (epoch, *_) in row_stream(parts, data, data_seed, lane):
-            if epoch > 1 and len(texts) * 2 > len(tokens[lane]):
+            if epoch > 1 and len(texts) * 2 > num_tokens:
                 break
             texts.append(row["text"])
             if epoch < 2:
                 epochs[epoch][row["text"]] += 1
-        stream = np.concatenate(TOKENIZER.encode_batch(texts)).tolist()
-        # Labels are the stream from its second token on.
-        assert tokens[lane] == stream[1 : len(tokens[lane]) + 1]
-        assert EOS_ID in stream
+        documents = TOKENIZER.encode_batch(texts)
+        assert all(document[-1] == EOS_ID for document in documents)
+        if data.packing == "first_fit":
+            assert expected_rows[lane] == rows_of_chunks(documents, num_steps)
+        else:
+            stream = np.concatenate(documents)[: num_steps * SEQ_LEN + 1].tolist()
+            labels = [label for _, labels, _ in expected_rows[lane] for label in labels]
+            assert labels == stream[1:]
     source = Counter(text_of(part, row) for part, count in enumerate(rows) for row in range(count))
     assert epochs == [source, source]
 

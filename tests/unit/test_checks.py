@@ -66,6 +66,10 @@ def test_an_infinite_norm_means_no_clipping():
     ("words", "parts"),
     [
         ({"training__steps": "none"}, ["training.steps", "training.total_tokens", "neither"]),
+        (
+            {"training__steps": "none", "training__total_tokens": "77", "data__packing": "first_fit"},
+            ["training.total_tokens is 77", "data.packing = 'first_fit'", "training.steps"],
+        ),
         ({"training__total_tokens": "7"}, ["training.steps", "training.total_tokens", "100 and 7"]),
         ({"data__sources__a__path": ""}, ["data.sources.a.path is not set"]),
         ({"data__sources__b__share": "0"}, ["data.sources.b.share is 0.0", "greater than 0"]),

@@ -85,8 +85,10 @@ def test_batches_depend_on_the_seed(data):
     assert set(read(data, 5)[0]).isdisjoint(read(data, 5, seed=1)[0])
 
 
-def test_a_resume_at_any_step_twice_in_a_row_is_exact(data):
+@pytest.mark.parametrize("packing", ["stream", "first_fit"])
+def test_a_resume_at_any_step_twice_in_a_row_is_exact(data, packing):
     # About 1.5 epochs of the code: the stops fall inside windows, repositories, documents and behind an epoch's end.
+    data = replace(data, packing=packing)
     expected, _ = read(data, 40)
     for first in range(1, 36, 2):
         _, states = read(data, first)
@@ -126,6 +128,24 @@ def test_inputs_and_labels_are_the_lanes_streams_shifted_by_one(data):
         code = [(batch, row) for batch, row in rows if batch.sources[row] == 0]
         for (batch, row), (next_batch, next_row) in pairwise(code):
             assert batch.labels[row, -1] == next_batch.inputs[next_row, 0]
+
+
+def test_rows_of_whole_chunks_say_where_each_begins(data):
+    batches = loader(replace(data, packing="first_fit"), seq_len=1000)
+    for batch in (next(batches), next(batches)):
+        assert batch.inputs.dtype == batch.labels.dtype == batch.positions.dtype == torch.int64
+        padding = batch.labels == -100
+        assert 0 < padding.float().mean() < 0.2
+        assert (batch.inputs[padding] == 0).all()
+        assert (padding[:, 1:] >= padding[:, :-1]).all()  # at the end only
+        firsts = batch.positions == 0
+        assert firsts[:, 0].all() and (firsts[:, 1:] >= padding[:, 1:] & ~padding[:, :-1]).all()
+        assert (batch.positions[:, 1:] == batch.positions[:, :-1] + 1)[~firsts[:, 1:]].all()
+        inside = ~firsts[:, 1:] & ~padding[:, 1:]
+        assert (batch.inputs[:, 1:] == batch.labels[:, :-1])[inside].all()
+        assert not (batch.inputs == TOKENIZER.eos_id).any() and (batch.labels == TOKENIZER.eos_id).any()
+        moved = replace(batch, positions=batch.positions + 1)
+        assert set(batch_digests(batch)).isdisjoint(batch_digests(moved))
 
 
 def test_each_batch_holds_the_sources_in_their_share(data):
@@ -227,7 +247,13 @@ def test_the_fingerprint_names_every_key_that_changes_the_order(data, tmp_path):
     assert changed() == changed(training=replace(training, steps=9, local_batch_size=1)) == set()
     assert changed(seed=1) == {"debug.seed"}
     assert changed(training=replace(training, seq_len=8)) == {"training.seq_len"}
-    for field, value in [("lanes", 2), ("window", 8), ("open_parts", 1), ("mix_unit", "step")]:
+    for field, value in [
+        ("lanes", 2),
+        ("window", 8),
+        ("open_parts", 1),
+        ("mix_unit", "step"),
+        ("packing", "first_fit"),
+    ]:
         assert changed(replace(data, **{field: value})) == {f"data.{field}"}
     assert changed(replace(data, sources=dict(reversed(data.sources.items())))) == {"data.sources"}
     share = data.sources | {"code": replace(data.sources["code"], share=0.5)}

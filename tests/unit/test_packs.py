@@ -202,10 +202,12 @@ def read(data, steps, *, degree=1, workers=0, start_step=0, lane_states=None):
     return [combine_digests(rows) for rows in digests], states
 
 
-def test_packs_train_in_the_same_lanes_and_resume_exactly(packs):
+@pytest.mark.parametrize("packing", ["stream", "first_fit"])
+def test_packs_train_in_the_same_lanes_and_resume_exactly(packs, packing):
     # A packed source beside a packed one; stops in documents, at their ends and behind an epoch's end.
     data = Data(
         lanes=4,
+        packing=packing,
         sources={
             "code": Source(path=packs["code"].path, share=0.75),
             "prose": Source(path=packs["prose"].path, share=0.25),

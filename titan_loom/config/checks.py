@@ -108,6 +108,7 @@ def check(config: JobConfig, world_size: int) -> None:
     _check_batch(config.training, world_size)
     _check_lanes(config.data.lanes, config.training.global_batch_size, world_size)
     _check_sources(config.data)
+    _check_packing(config.data, config.training)
     _check_stages(config.data, config.training)
     _check_loop_sampling(config.model)
     _check_segments(config.training)
@@ -221,6 +222,14 @@ def _check_sources(data: Data) -> None:
                 f"{key}.max_chars is {source.max_chars}; it must be greater than 0 and not less than min_chars = "
                 f"{source.min_chars}"
             )
+
+
+def _check_packing(data: Data, training: Training) -> None:
+    if data.packing == "first_fit" and training.total_tokens is not None:
+        raise UserError(
+            f"training.total_tokens is {training.total_tokens}; with data.packing = 'first_fit', whose padding is not "
+            "known before, the length of the run must be given as training.steps"
+        )
 
 
 def _check_stages(data: Data, training: Training) -> None:

@@ -137,9 +137,14 @@ class Data:
     mix_unit: Literal["sequence", "step"] = "sequence"
     """What the sources are mixed in: one `sequence` (every batch holds every source in its share) or one `step`."""
 
+    packing: Literal["stream", "first_fit"] = "stream"
+    """How documents become sequences. `stream`: laid end to end and cut, no token is lost. `first_fit`: cut into chunks
+    of at most seq_len + 1 tokens, of which a sequence takes whole ones, each as a document of its own, and the rest is
+    padding. Shares then are shares of sequences, and the length of the run is given in steps."""
+
     document_mask: bool = False
     """Keep the documents of a sequence apart: attention, positions and n-grams stop at their ends. Batches, labels and
-    token counts stay as they are."""
+    token counts stay as they are. With `packing = "first_fit"` they are always apart."""
 
     holdout_percent: float = 0.0
     """Percentage of the documents that are never trained on, chosen by a hash of each document's key: the same ones
@@ -152,6 +157,11 @@ class Data:
 
     sources: dict[str, Source] = field(default_factory=dict)
     """`[data.sources.<name>]`: where documents come from. Order matters: it breaks ties of the mixing."""
+
+    @property
+    def isolates_documents(self) -> bool:
+        """Whether the documents of a sequence are kept apart."""
+        return self.document_mask or self.packing == "first_fit"
 
 
 @dataclass(frozen=True, kw_only=True)

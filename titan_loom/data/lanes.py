@@ -7,13 +7,14 @@ lane from what was last consumed. `LaneDataset` runs lanes in turn in whatever w
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from titan_loom.data.documents import Format
 from titan_loom.data.filters import Filter
+from titan_loom.data.first_fit import FirstFitState, FirstFitStream
 from titan_loom.data.mixing import Mixer
 from titan_loom.data.packs import Pack, PackStream
 from titan_loom.data.readers import Shard
@@ -23,6 +24,8 @@ from titan_loom.data.sequences import SequenceState, SequenceStream
 from titan_loom.data.tokenizer import PAD_ID, Tokenizer
 from titan_loom.data.tokens import NO_COUNTS, Counts, TokenStream
 from titan_loom.errors import ReadError, UserError
+
+IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +56,21 @@ class LanePlan:
     open_parts: int
     rows_per_lane: int
     seq_len: int
+    packing: Literal["stream", "first_fit"]
 
 
 class LaneStep(NamedTuple):
     """One lane's rows of one step."""
 
     lane: int
-    tokens: np.ndarray
-    """(rows, seq_len + 1) int32; a row that is cut to n tokens has n + 1 of them, then padding."""
+    inputs: np.ndarray
+    """(rows, seq_len) int32; `PAD_ID` behind the row's tokens."""
 
-    num_tokens: np.ndarray
-    """(rows,) int64: supervised tokens of each row."""
+    labels: np.ndarray
+    """(rows, seq_len) int32: the next token; `IGNORED_LABEL` for padding."""
+
+    positions: np.ndarray | None
+    """(rows, seq_len) int32: position in its chunk, of padding among itself. None when rows are cut from a stream."""
 
     sources: np.ndarray
     """(rows,) int64: number of the source, -1 for a row without tokens."""
@@ -97,16 +104,24 @@ class Lane:
         plan = self._plan
         first = self._index * plan.rows_per_lane
         picks = plan.mixer.positions(self._step)[first : first + plan.rows_per_lane]
-        tokens = np.full((plan.rows_per_lane, plan.seq_len + 1), PAD_ID, dtype=np.int32)
+        shape = plan.rows_per_lane, plan.seq_len
+        inputs, labels = np.full(shape, PAD_ID, np.int32), np.full(shape, IGNORED_LABEL, np.int32)
+        positions = np.zeros(shape, np.int32)
         read_before = self._read_seconds()
         for row, (source, num_tokens) in enumerate(picks):
-            if num_tokens:
-                tokens[row, : num_tokens + 1] = self._streams[source].read(num_tokens)
+            start = 0
+            for chunk in self._streams[source].read_row(num_tokens) if num_tokens else ():
+                stop = start + len(chunk) - 1
+                inputs[row, start:stop], labels[row, start:stop] = chunk[:-1], chunk[1:]
+                positions[row, start:stop] = np.arange(stop - start)
+                start = stop
+            positions[row, start:] = np.arange(plan.seq_len - start)
         self._step += 1
-        sources, counts = np.array(picks, dtype=np.int64).T
+        sources = np.array([source for source, _ in picks])
         filtered = np.array([stream.filtered for stream in self._streams], dtype=np.int64)
         read_seconds = self._read_seconds() - read_before
-        return LaneStep(self._index, tokens, counts, sources, self.state(), filtered, read_seconds)
+        positions = positions if plan.packing == "first_fit" else None
+        return LaneStep(self._index, inputs, labels, positions, sources, self.state(), filtered, read_seconds)
 
     def _read_seconds(self) -> np.ndarray:
         return np.array([source.access.seconds for source in self._plan.sources])
@@ -120,10 +135,14 @@ class Lane:
 
 
 def open_stream(
-    plan: LanePlan, source: LaneSource, lane: int, state: SequenceState | None = None, filtered: Counts = NO_COUNTS
-) -> SequenceStream:
-    """The sequences of one source in one lane, from its start or from a state on."""
-    row_state, document, token = state or (None, 0, 0)
+    plan: LanePlan,
+    source: LaneSource,
+    lane: int,
+    state: SequenceState | FirstFitState | None = None,
+    filtered: Counts = NO_COUNTS,
+) -> SequenceStream | FirstFitStream:
+    """The rows of tokens of one source in one lane, from its start or from a state on."""
+    row_state, document, *inside = state or (None, 0)
     if source.pack is not None:
         documents = PackStream(
             source.pack,
@@ -134,19 +153,25 @@ def open_stream(
             lanes=plan.lanes,
             state=row_state,
         )
-        return SequenceStream(documents, (documents.state(), document, token))
-    rows = open_row_stream(plan, source, lane, row_state)
-    documents = TokenStream(
-        rows,
-        source.form,
-        plan.tokenizer,
-        encode_batch_size=source.encode_batch_size,
-        source_name=source.name,
-        keep=source.keep,
-        first_document=document,
-        filtered=filtered,
-    )
-    return SequenceStream(documents, (rows.state(), document, token), filtered)
+        row_state = documents.state()
+    else:
+        rows = open_row_stream(plan, source, lane, row_state)
+        documents = TokenStream(
+            rows,
+            source.form,
+            plan.tokenizer,
+            encode_batch_size=source.encode_batch_size,
+            source_name=source.name,
+            keep=source.keep,
+            first_document=document,
+            filtered=filtered,
+        )
+        row_state = rows.state()
+    if plan.packing == "first_fit":
+        chunk, taken = inside or (0, [])
+        return FirstFitStream(documents, (row_state, document, chunk, taken), seq_len=plan.seq_len, filtered=filtered)
+    (token,) = inside or (0,)
+    return SequenceStream(documents, (row_state, document, token), filtered)
 
 
 def open_row_stream(plan: LanePlan, source: LaneSource, lane: int, state: RowState | None = None) -> RowStream:

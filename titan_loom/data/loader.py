@@ -30,11 +30,9 @@ from titan_loom.data.mixing import Mixer
 from titan_loom.data.packs import check_pack, open_pack
 from titan_loom.data.retry import Access
 from titan_loom.data.sources import Parts, list_sources, source_columns
-from titan_loom.data.tokenizer import PAD_ID, Tokenizer
+from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
-
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,11 @@ class Batch:
     """(rows, seq_len) int64."""
 
     labels: torch.Tensor
-    """(rows, seq_len) int64: the next token; -100 where there is none to learn."""
+    """(rows, seq_len) int64: the next token; `IGNORED_LABEL` for padding, which is where there is none to learn."""
+
+    positions: torch.Tensor | None
+    """(rows, seq_len) int64: position of each token in its document, of padding among itself. None when rows are cut
+    from a stream of documents, whose ends the inputs show."""
 
     sources: torch.Tensor
     """(rows,) int64: number of the source in order of declaration, -1 for an empty row."""
@@ -121,24 +123,21 @@ class LaneLoader:
 
     def __next__(self) -> Batch:
         items = [self._next_item(lane) for lane in self._lanes]
-        tokens = torch.from_numpy(np.concatenate([item.tokens for item in items])).long()
-        num_tokens = torch.from_numpy(np.concatenate([item.num_tokens for item in items]))
-        supervised = torch.arange(tokens.shape[1] - 1) < num_tokens[:, None]
-        inputs = tokens[:, :-1].where(supervised, PAD_ID)
-        labels = tokens[:, 1:].where(supervised, IGNORED_LABEL)
-        sources = torch.from_numpy(np.concatenate([item.sources for item in items]))
-        if self._pin_memory:
-            inputs, labels, sources = inputs.pin_memory(), labels.pin_memory(), sources.pin_memory()
         filtered = np.sum([item.filtered for item in items], axis=0)
         read_seconds = np.sum([item.read_seconds for item in items], axis=0).tolist()
         return Batch(
-            inputs,
-            labels,
-            sources,
+            self._tensor([item.inputs for item in items]),
+            self._tensor([item.labels for item in items]),
+            None if items[0].positions is None else self._tensor([item.positions for item in items]),
+            self._tensor([item.sources for item in items]),
             {item.lane: item.state for item in items},
             filtered,
             dict(zip(self.source_names, read_seconds, strict=True)),
         )
+
+    def _tensor(self, of_lanes: list[np.ndarray]) -> torch.Tensor:
+        whole = torch.from_numpy(np.concatenate(of_lanes)).long()
+        return whole.pin_memory() if self._pin_memory else whole
 
     def close(self) -> None:
         """Stops the workers, whatever they are doing. The loader gives no more batches."""
@@ -215,6 +214,7 @@ def build_plan(
         open_parts=data.open_parts,
         rows_per_lane=global_batch_size // data.lanes,
         seq_len=seq_len,
+        packing=data.packing,
     )
 
 
@@ -302,8 +302,9 @@ def _leave_with_the_trainer(lifeline: Connection) -> None:
 
 
 def batch_digests(batch: Batch) -> list[bytes]:
-    """SHA-256 of each row: inputs then labels as little-endian int64."""
-    rows = torch.cat([batch.inputs, batch.labels], dim=1).cpu().numpy().astype("<i8")
+    """SHA-256 of each row: inputs, labels and, if the batch has them, positions as little-endian int64."""
+    positions = [] if batch.positions is None else [batch.positions]
+    rows = torch.cat([batch.inputs, batch.labels, *positions], dim=1).cpu().numpy().astype("<i8")
     return [hashlib.sha256(row.tobytes()).digest() for row in rows]
 
 
@@ -330,6 +331,7 @@ def data_fingerprint(
         "data.window": data.window,
         "data.open_parts": data.open_parts,
         "data.mix_unit": data.mix_unit,
+        "data.packing": data.packing,
         "data.holdout_percent": data.holdout_percent,
         "data.stages": _describe_stages(data),
         "data.sources": ", ".join(data.sources),

@@ -19,7 +19,7 @@ from titan_loom.config import JobConfig, load_config
 from titan_loom.config.checks import check
 from titan_loom.data.filters import REASONS, kept_documents
 from titan_loom.data.lanes import LanePlan, LaneSource, open_row_stream, open_stream
-from titan_loom.data.loader import LaneLoader, batch_digests, build_plan, combine_digests, data_fingerprint
+from titan_loom.data.loader import Batch, LaneLoader, batch_digests, build_plan, combine_digests, data_fingerprint
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titan_loom.errors import UserError
@@ -65,17 +65,28 @@ def preview(given: Given, sequences: int) -> None:
     names = list(given.config.data.sources)
     loader = _open_loader(given)
     rows = (
-        (step, position, source, row[supervised])
+        (step, position, source, _pieces(batch, position))
         for step, batch in enumerate(loader, 1)
-        for position, (row, supervised, source) in enumerate(
-            zip(batch.inputs.numpy(), batch.labels.numpy() >= 0, batch.sources.tolist(), strict=True)
-        )
+        for position, source in enumerate(batch.sources.tolist())
         if source >= 0
     )
-    for step, position, source, tokens in islice(rows, sequences):
-        print(f"━━━━ step {step}, position {position}, {names[source]}, {len(tokens):,} tokens ━━━━")
-        print(visible(given.tokenizer, tokens))
+    for step, position, source, pieces in islice(rows, sequences):
+        print(f"━━━━ step {step}, position {position}, {names[source]}, {sum(map(len, pieces)):,} tokens ━━━━")
+        print("".join(visible(given.tokenizer, tokens) for tokens in pieces))
     loader.close()
+
+
+def _pieces(batch: Batch, row: int) -> list[np.ndarray]:
+    """The tokens of a row: its inputs, or its chunks one by one, which end with a label."""
+    num_tokens = int((batch.labels[row] >= 0).sum())
+    inputs, labels = (t[row, :num_tokens].numpy() for t in (batch.inputs, batch.labels))
+    if batch.positions is None:
+        return [inputs]
+    starts = np.flatnonzero(batch.positions[row, :num_tokens].numpy() == 0)
+    return [
+        np.append(chunk, after[-1])
+        for chunk, after in zip(np.split(inputs, starts[1:]), np.split(labels, starts[1:]), strict=True)
+    ]
 
 
 def visible(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
@@ -173,8 +184,7 @@ def _documents(plan: LanePlan, source: LaneSource) -> Iterator[Work]:
 def _sequences(plan: LanePlan, source: LaneSource) -> Iterator[Work]:
     stream = open_stream(plan, source, 0)
     while True:
-        stream.read(plan.seq_len)
-        yield 0, 0, 0, plan.seq_len
+        yield 0, 0, 0, sum(len(chunk) - 1 for chunk in stream.read_row(plan.seq_len))
 
 
 def _rates(work: Iterator[Work], seconds: float) -> list[str]:

@@ -39,6 +39,10 @@ class SequenceStream:
         """Place of the next `read`'s first token."""
         return self._row_state, self._document, self._offset
 
+    def read_row(self, num_tokens: int) -> list[np.ndarray]:
+        """What fills a row of `num_tokens` inputs: one run of tokens, each but the last an input."""
+        return [self.read(num_tokens)]
+
     def read(self, num_tokens: int) -> np.ndarray:
         """The next `num_tokens` + 1 tokens, int32; the last is also the first of the next read."""
         pieces, needed = [], num_tokens + 1

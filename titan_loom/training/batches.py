@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_loom.data.loader import IGNORED_LABEL, Batch, Fetch, LaneLoader, batch_digests, combine_digests
+from titan_loom.data.lanes import IGNORED_LABEL
+from titan_loom.data.loader import Batch, Fetch, LaneLoader, batch_digests, combine_digests
 from titan_loom.distributed.process_group import first_error, ranks_where, sum_over_ranks
 from titan_loom.errors import Interrupted
-from titan_loom.models.layers.document_mask import Documents, documents_of
+from titan_loom.models.layers.document_mask import Documents, documents_at, positions_by_eos
 from titan_loom.tools.logging import logger
 from titan_loom.training.signals import StopRequest
 
@@ -61,11 +62,15 @@ def next_batch(loader: LaneLoader, step: int, stop: StopRequest, report_seconds:
 def micro_batches(batch: Batch, rows: int, device: torch.device, document_eos: int | None) -> list[MicroBatch]:
     """`batch` in parts of `rows` rows, on `device`. With `document_eos`, the token that ends a document, the documents
     of a row are kept apart."""
-    parts = zip(*(t.split(rows) for t in (batch.inputs, batch.labels, batch.sources)), strict=True)
+    positions = [] if batch.positions is None else [batch.positions]
+    parts = zip(*(t.split(rows) for t in (batch.inputs, batch.labels, batch.sources, *positions)), strict=True)
     result = []
     for part in parts:
-        inputs, labels, sources = (t.to(device, non_blocking=True) for t in part)
-        documents = None if document_eos is None else documents_of(inputs, document_eos)
+        inputs, labels, sources, *positions = (t.to(device, non_blocking=True) for t in part)
+        documents = None
+        if document_eos is not None:
+            in_documents = positions[0] if positions else positions_by_eos(inputs, document_eos)
+            documents = documents_at(in_documents, labels == IGNORED_LABEL)
         result.append(MicroBatch(inputs, labels, sources, documents))
     return result
 

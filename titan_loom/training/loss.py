@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titan_loom.data.loader import IGNORED_LABEL
+from titan_loom.data.lanes import IGNORED_LABEL
 
 
 class Losses(NamedTuple):

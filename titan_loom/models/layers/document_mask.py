@@ -29,9 +29,17 @@ class Documents(NamedTuple):
 
 def documents_of(tokens: Tensor, eos_id: int) -> Documents:
     """The documents of `tokens`, (batch, seq) int64: `eos_id` ends a document and belongs to it."""
-    after_eos = F.pad(tokens[:, :-1] == eos_id, (1, 0), value=True)
-    positions = positions_in_documents(after_eos)
-    return Documents(positions, block_mask(positions) if tokens.is_cuda else None)
+    return documents_at(positions_by_eos(tokens, eos_id))
+
+
+def documents_at(positions: Tensor, padding: Tensor | None = None) -> Documents:
+    """The documents of tokens at `positions`, (batch, seq) int64, in them."""
+    return Documents(positions, block_mask(positions) if positions.is_cuda else None, padding)
+
+
+def positions_by_eos(tokens: Tensor, eos_id: int) -> Tensor:
+    """Positions, (batch, seq) int64, of `tokens`, (batch, seq) int64, in documents which `eos_id` ends."""
+    return positions_in_documents(F.pad(tokens[:, :-1] == eos_id, (1, 0), value=True))
 
 
 def positions_in_documents(is_first: Tensor) -> Tensor:
