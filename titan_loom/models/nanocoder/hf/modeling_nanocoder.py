@@ -259,7 +259,7 @@ class NanoCoderModel(NanoCoderPreTrainedModel):
             raise ValueError("NanoCoder returns neither attentions nor hidden states of its visits")
         if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[1] < input_ids.shape[1]):
             raise ValueError("attention_mask must be (batch, length), of all tokens up to now or of the new ones")
-        checkpointing = self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing
+        checkpointing = self.training and torch.is_grad_enabled() and self.blocks[0].gradient_checkpointing
         cache = past_key_values if cache is None else cache
         if checkpointing:
             cache = None  # backward would fill it again
