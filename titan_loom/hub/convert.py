@@ -107,8 +107,9 @@ def to_hf(checkpoint: Path, out: Path, dtype: Dtype = "float32", tokenizer_path:
             (aside / METRICS).write_text(metrics)
         _write_config(aside, name, args, dtype)
         _write_tokenizer(aside, tokenizer, args.max_seq_len)
-        _write_weights(aside, name, model, dtype)
+        _round(model, dtype)
         expected = _logits(model, tokens)
+        _write_weights(aside, name, model, dtype)
         del model
         check_export(aside, name, tokens, expected)
         aside.rename(out)
@@ -166,16 +167,17 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int) -> No
     GenerationConfig(**{f"{kind}_token_id": i for kind, i in ids.items()}).save_pretrained(folder)
 
 
+def _round(model: nn.Module, dtype: Dtype) -> None:
+    """Give the model, in place, the values that an export in `dtype` has."""
+    for tensor in _tensors(model):
+        tensor.data.copy_(tensor.data.to(getattr(torch, dtype)))
+
+
 def _write_weights(folder: Path, name: str, model: nn.Module, dtype: Dtype) -> None:
-    """Write the model's tensors, and leave in it, in fp32, what has been written."""
     for tensor in _tensors(model):
         tensor.data = tensor.data.to(getattr(torch, dtype))
-    export = export_of(name)
-    tensors = dict(export.to_hf_tensor(*item) for item in model.state_dict().items())
+    tensors = dict(export_of(name).to_hf_tensor(*item) for item in model.state_dict().items())
     save_torch_state_dict(tensors, folder, max_shard_size=MAX_SHARD_SIZE, metadata={"format": "pt"})
-    del tensors
-    for tensor in _tensors(model):
-        tensor.data = tensor.data.float()
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
