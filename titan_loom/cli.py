@@ -52,6 +52,13 @@ def _tokenizer(argv: list[str]) -> None:
     train_tokenizer.main(argv)
 
 
+def _convert(argv: list[str]) -> None:
+    """Convert checkpoints: to-hf CHECKPOINT OUT [--dtype bfloat16] (for transformers) | from-hf DIR CHECKPOINT."""
+    from titan_loom.hub import convert
+
+    convert.main(argv)
+
+
 def _data(argv: list[str]) -> None:
     """Look at the data: preview | stats | hashes | speed, then --job.config_file X [overrides]."""
     from titan_loom.data import report
@@ -67,6 +74,7 @@ def _pack(argv: list[str]) -> None:
 
 
 VERBS: dict[str, Callable[[list[str]], None]] = {
+    "convert": _convert,
     "data": _data,
     "inspect": _inspect,
     "pack": _pack,

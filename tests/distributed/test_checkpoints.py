@@ -170,7 +170,7 @@ def _fill_disk(trainer, where: str) -> None:
         raise OSError(28, "No space left on device")
 
     if where == "rank 0's folder":
-        checkpoint._make_empty = full_disk
+        checkpoint.make_empty = full_disk
     elif where == "rank 0's state":
         checkpoint._fsync_folder = full_disk
     elif where == "rank 0's metrics":

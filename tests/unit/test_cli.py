@@ -29,7 +29,7 @@ def test_an_unknown_verb_names_the_nearest_and_all(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "error: 'inspekt' is not a verb of titan-loom (data, inspect, pack, tokenizer); the nearest one is 'inspect'\n"
+        f"error: 'inspekt' is not a verb of titan-loom ({', '.join(cli.VERBS)}); the nearest one is 'inspect'\n"
     )
 
 

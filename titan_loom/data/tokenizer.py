@@ -30,7 +30,8 @@ class Tokenizer:
         vocab_size: entries, special tokens included.
         max_id: the largest id.
         eos_id: id of `<|eos|>`, None when there is none.
-        sha256: of the file's text, hexadecimal.
+        text: the file's.
+        sha256: of the text, hexadecimal.
     """
 
     def __init__(self, text: str):
@@ -41,11 +42,11 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._text = text
+        self.text = text
         self._words = Words(self._tokenizer) if has_known_words(text) else None
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.max_id: int = max(self._tokenizer.get_vocab().values(), default=-1)
-        self.eos_id: int | None = self._tokenizer.token_to_id(EOS)
+        self.eos_id = self.id_of(EOS)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -60,13 +61,17 @@ class Tokenizer:
             for text, is_by_words in zip(texts, by_words, strict=True)
         ]
 
+    def id_of(self, token: str) -> int | None:
+        """The id of an entry, None when there is none."""
+        return self._tokenizer.token_to_id(token)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`, special tokens visible."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def __reduce__(self):
         # The library's own pickle forgets `encode_special_tokens`.
-        return Tokenizer, (self._text,)
+        return Tokenizer, (self.text,)
 
 
 def load_tokenizer(path: str | None = None) -> Tokenizer:

@@ -51,15 +51,15 @@ class CheckpointManager:
         path = self.folder / f"step-{step}"
         aside = self.folder / f".{path.name}.writing"
         try:
-            from_rank0(_make_empty, aside)
+            from_rank0(make_empty, aside)
             writer = TensorWriter(aside)
             dcp.save(self._tensors(), storage_writer=writer)
             files = {name: file for files in _gather(writer.checksums) for name, file in files.items()}
-            from_rank0(_finish, aside, path, state | {"files": files})
+            from_rank0(finish, aside, path, state | {"files": files})
         except (CheckpointException, OSError) as error:  # CheckpointException is not an Exception
             if dist.get_rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise RunError(f"checkpoint {path} could not be written: {_reason(error)}") from error
+            raise RunError(f"checkpoint {path} could not be written: {reason(error)}") from error
         logger.info(f"Saved checkpoint {path}")
         from_rank0(self._remove_old)
 
@@ -81,7 +81,7 @@ class CheckpointManager:
             with torch.no_grad():
                 dcp.load(tensors, storage_reader=reader)
         except (CheckpointException, pickle.UnpicklingError, OSError) as error:
-            raise checkpoint_files.damaged(start.path, _reason(error), start.way_on) from error
+            raise checkpoint_files.damaged(start.path, reason(error), start.way_on) from error
         what = "weights only" if start.model_only else "weights and optimizers"
         logger.info(f"Loaded checkpoint {start.path} ({what})")
 
@@ -95,12 +95,12 @@ class CheckpointManager:
                 checkpoint_files.remove(self.folder / f"step-{step}")
 
 
-def _make_empty(path: Path) -> None:
+def make_empty(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
 
 
-def _finish(aside: Path, path: Path, state: dict[str, Any]) -> None:
+def finish(aside: Path, path: Path, state: dict[str, Any]) -> None:
     """Complete the checkpoint in `aside` and give it its name, durably."""
     checkpoint_files.write_state(aside, state)
     _fsync_folder(aside)
@@ -130,7 +130,7 @@ def _optimizer_shapes(reader: TensorReader) -> dict[str, torch.Size]:
     return {key.removeprefix(OPTIMIZER): entry.size for key, entry in saved.items() if key.startswith(OPTIMIZER)}
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """In one line, what was behind a failure; of a failure of several ranks, the first rank's."""
     if isinstance(error, CheckpointException):
         error, _ = error.failures[min(error.failures)]

@@ -1,0 +1,56 @@
+"""Checkpoints of tiny models, and their exports, for tests: every parameter is drawn at random."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from titan_loom.hub import convert
+from titan_loom.hub.checkpoints import write_checkpoint
+from titan_loom.models import build_model
+from titan_loom.models.nanocoder.args import NanoCoderArgs
+
+TINY = NanoCoderArgs(
+    dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_dim=24,
+    prelude=1,
+    loop=2,
+    coda=1,
+    num_loops=2,
+    ngram_rows=53,
+    ngram_dim=5,
+    max_seq_len=64,
+)
+
+
+def make_checkpoint(path: Path, args: NanoCoderArgs = TINY) -> torch.nn.Module:
+    """Write a checkpoint of step 3 without a run; returns its model."""
+    model = build_model(args)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + 0.1)
+    state = {
+        "step": 3,
+        "tokens_seen": 384,
+        "source_tokens": {"code": 300, "prose": 84},
+        "model": {"name": "nanocoder", "args": asdict(args)},
+        "data": {"data.sources.code.path": "owner/code", "data.sources.code.commit": "c0ffee"},
+        "lanes": {"0": {"row": 1}},
+        "config": {"model": {"tokenizer_path": None}},
+    }
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    lines = [json.dumps({"step": step, "loss": 9.0 - step}) for step in (1, 2, 3, 4)]
+    write_checkpoint(path, state, tensors, {"metrics.jsonl": "\n".join(lines).encode()})
+    return model
+
+
+def export(folder: Path, args: NanoCoderArgs = TINY) -> Path:
+    """The export of such a checkpoint."""
+    make_checkpoint(folder / "checkpoint", args)
+    convert.to_hf(folder / "checkpoint", folder / "export")
+    return folder / "export"

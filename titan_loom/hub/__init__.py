@@ -1,0 +1,1 @@
+"""What leaves the trainer: exports for transformers, and text."""
