@@ -48,6 +48,7 @@ from titan_loom.tools.random import derive_seed
 from titan_loom.training import batches, checkpoint_files
 from titan_loom.training.batches import MicroBatch
 from titan_loom.training.checkpoint import CheckpointManager
+from titan_loom.training.guard import Guard
 from titan_loom.training.loops import LoopPlan
 from titan_loom.training.loss import chunk_losses, chunked_cross_entropy
 from titan_loom.training.metrics import MetricsProcessor, SegmentRecord, StepRecord
@@ -91,6 +92,7 @@ class Trainer:
         self.tokens_seen = 0
         self.source_tokens = dict.fromkeys(config.data.sources, 0)
         self.lane_states: dict[int, str] | None = None
+        self.guard = Guard(config.guard)
         self.checkpoints = CheckpointManager(
             checkpoint_files.checkpoint_folder(config), config.checkpoint, self.model, self.optimizers
         )
@@ -207,7 +209,7 @@ class Trainer:
         Raises:
             Interrupted: asked to stop by a signal; the step that was running has been finished and saved.
             UserError, ReadError: a source cannot be read any further; what was trained so far has been saved.
-            RunError: a loss is not finite, or a checkpoint or the metrics could not be written.
+            RunError: the guard ends the run, or a checkpoint or the metrics could not be written.
             RuntimeError: a data worker died.
         """
         logger.info(f"Training starts at step {self.step + 1}")
@@ -225,7 +227,7 @@ class Trainer:
                 tighten_timeout(self.config.comm, self.device)
             # The first step of a process warms up and compiles: its time is nobody else's.
             if self.step == first_step or self.metrics.should_flush(self.step):
-                self.flush_metrics()
+                self.metrics.flush()
             if self.should_save(stopping):
                 self.save()
             if stopping:
@@ -279,23 +281,30 @@ class Trainer:
                 extra={"batch_sha256": batches.global_sha256(batch)} if config.debug.hash_batches else {},
             )
         )
+        self.guard.count(is_accepted=segments[-1].spike is None)
+        if segments[-1].spike is not None:
+            self.after_spike(segments[-1].spike)
         return stop_requests > 0
 
     def train_segments(self, batch: Batch, num_tokens: int, num_loops: int | None) -> list[SegmentRecord]:
         """Train on this rank's share of a global batch with `num_tokens` supervised tokens, segment by segment.
 
-        The routers' balance follows the experts' load of the whole step.
+        The routers' balance follows the experts' load of the whole step. A segment whose loss is a spike is not trained
+        on, and ends the step.
         """
         training = self.config.training
         document_eos = self.tokenizer.eos_id if self.config.data.isolates_documents else None
         micro_batches = batches.micro_batches(batch, training.local_batch_size, self.device, document_eos)
         records, loads = [], []
-        for segment in self.loops.segments(num_loops):
+        for i, segment in enumerate(self.loops.segments(num_loops)):
             self.optimizers.zero_grad()
             sums, load = self.forward_backward(micro_batches, num_tokens, num_loops, segment)
             grad_norm = clip_gradients(self.model, training.max_norm)
+            spike = self.guard.judge(self.step, i, sums[:3].sum(), num_tokens, grad_norm)
+            records.append(SegmentRecord(segment=segment, sums=sums, grad_norm=grad_norm, spike=spike))
+            if spike is not None:
+                return records
             self.optimizers.step()
-            records.append(SegmentRecord(segment=segment, sums=sums, grad_norm=grad_norm))
             loads += [] if load is None else [load]
         if loads:
             load = torch.stack(loads).sum(0)
@@ -353,12 +362,26 @@ class Trainer:
             self.model.flops_per_token(seq_len, num_loops, backprop_loops, record.segment) for record in segments
         )
 
-    def flush_metrics(self) -> None:
-        """Write out the metrics, and stop when they show that training has failed."""
-        failed_step = self.metrics.flush()
-        if failed_step is not None:
+    def after_spike(self, spike: str) -> None:
+        """Do what `[guard]` says about a step that was not trained to its end. Data, schedules and counts go on.
+
+        Raises:
+            RunError: the run is to end, now or after so many steps in a row.
+        """
+        guard, what = self.config.guard, f"{spike} in step {self.step}"
+        if guard.action == "abort" or self.guard.skipped_in_a_row > guard.max_consecutive_skips:
+            self.metrics.flush()
             newest = f"the newest checkpoint is of step {self.last_saved}" if self.last_saved else "nothing was saved"
-            raise RunError(f"the loss or the gradient norm of step {failed_step} is not finite; {newest}")
+            raise RunError(f"{what}; {newest}")
+        if guard.action == "rollback":
+            checkpoint = self.config.checkpoint
+            start = from_rank0(checkpoint_files.find_rollback, self.checkpoints.folder, self.step, checkpoint.interval)
+            if start is not None:
+                self.checkpoints.load(start)
+                self.guard.roll_back(start.state["guard"], start.state["step"] + 1, self.step)
+                logger.warning(f"{what}: went back to the weights of step {start.state['step']}")
+                return
+        logger.warning(f"{what}: its update was skipped")
 
     def should_save(self, stopping: bool) -> bool:
         checkpoint = self.config.checkpoint
@@ -367,7 +390,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save everything that the next step depends on."""
-        self.flush_metrics()
+        self.metrics.flush()
         self.metrics.sync()
         self.checkpoints.save(self.step, self._state())
         self.last_saved = self.step
@@ -384,6 +407,7 @@ class Trainer:
             "model": {"name": self.config.model.name, "args": asdict(self.args)},
             "data": self.data_fingerprint,
             "lanes": {lane: json.loads(state) for states in lanes for lane, state in states.items()},
+            "guard": self.guard.state_dict(),
             "optimizer_groups": self.optimizers.describe(),
             "config": asdict(self.config),
             "versions": {
@@ -398,6 +422,7 @@ class Trainer:
         self.tokens_seen = state["tokens_seen"]
         self.source_tokens = {name: state["source_tokens"][name] for name in self.source_tokens}
         self.lane_states = {int(lane): json.dumps(lane_state) for lane, lane_state in state["lanes"].items()}
+        self.guard.load_state_dict(state["guard"])
 
     def close(self) -> None:
         """Stop the data workers, finish the logs, leave the process group."""

@@ -208,11 +208,11 @@ def _spoil_weights(trainer) -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_says_what_is_left(tmp_path):
     runs.train(tmp_path, "--training.steps", "2")
-    sentence = "the loss or the gradient norm of step {} is not finite; {}"
-    messages = processes.run(_failure, 2, start(tmp_path, "--training.steps", "4"), _spoil_weights)
+    sentence, abort = "the loss is not finite in step {}; {}", ("--guard.action", "abort")
+    messages = processes.run(_failure, 2, start(tmp_path, "--training.steps", "4", *abort), _spoil_weights)
     assert messages == [sentence.format(3, "the newest checkpoint is of step 2")] * 2
     unsaved = ["--job.dump_folder", str(tmp_path / "unsaved"), "--checkpoint.enable", "false"]
-    messages = processes.run(_failure, 1, start(tmp_path, *unsaved), _spoil_weights)
+    messages = processes.run(_failure, 1, start(tmp_path, *unsaved, *abort), _spoil_weights)
     assert messages == [sentence.format(1, "nothing was saved")]
     assert complete(tmp_path) == [2]
 

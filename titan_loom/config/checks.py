@@ -50,6 +50,9 @@ POSITIVE = [
     "parallelism.data_parallel_replicate_degree",
     "parallelism.expected_world_size",
     "checkpoint.interval",
+    "guard.delta",
+    "guard.relative_delta",
+    "guard.max_delta",
     "metrics.log_freq",
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",
@@ -74,10 +77,12 @@ NOT_NEGATIVE = [
     "lr_scheduler.warmup_steps",
     "lr_scheduler.warmup_tokens",
     "checkpoint.keep_latest_k",
+    "guard.max_consecutive_skips",
+    "guard.warmup_steps",
 ]
 PERCENTAGES = ["data.holdout_percent"]
 FRACTIONS = ["lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"]
-BELOW_ONE = ["optimizer.beta1", "optimizer.beta2", "optimizer.muon.momentum"]
+BELOW_ONE = ["guard.ema_decay", "optimizer.beta1", "optimizer.beta2", "optimizer.muon.momentum"]
 AT_MOST = {
     "training.global_batch_size": 1 << 20,  # sequences are dealt to the sources one by one
     "training.dataloader.prefetch_factor": 1 << 10,  # asked for one by one before the first comes
@@ -90,7 +95,7 @@ AT_MOST = {
 }
 MAX_ENCODE_BATCH_SIZE = 1 << 16
 MAX_STEPS = 10**9
-UNLIMITED = ["training.max_norm"]  # inf: no clipping
+UNLIMITED = ["training.max_norm", "guard.delta", "guard.relative_delta", "guard.max_delta"]  # inf: no limit
 RUN_FILES = [".lock", "config.toml", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
 """What else a run keeps in `job.dump_folder`."""
 
@@ -117,6 +122,8 @@ def check(config: JobConfig, world_size: int) -> None:
     _check_activation_checkpoint(config.activation_checkpoint)
     _check_compile(config.compile)
     _check_checkpoint(config.checkpoint)
+    if config.guard.max_ratio <= 1:
+        raise UserError(f"guard.max_ratio is {config.guard.max_ratio}; it must be greater than 1")
     _check_folder("checkpoint.folder", config.checkpoint.folder)
     _check_folder("metrics.save_tb_folder", config.metrics.save_tb_folder)
     _check_apart(config.checkpoint.folder, config.metrics.save_tb_folder)

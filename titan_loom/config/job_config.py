@@ -433,6 +433,40 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Guard:
+    enable: bool = False
+    """Do not train on spikes of the loss, judged for each segment of loops against the average of those accepted
+    before it. Without it, only on losses and gradients that are not finite. The thresholds are for batches of a million
+    tokens; smaller ones need wider ones."""
+
+    action: Literal["skip", "rollback", "abort"] = "skip"
+    """What follows a spike. `skip`: no update, the step's remaining segments are not run. `rollback`: weights and
+    optimizers go back to the last regular checkpoint, the run goes on with the next step and its data (without a
+    checkpoint: `skip`). `abort`: the run ends, saving nothing."""
+
+    max_consecutive_skips: int = 10
+    """Steps in a row that may be skipped or rolled back; one more ends the run."""
+
+    warmup_steps: int = 0
+    """First steps that are not tested for `delta`."""
+
+    ema_decay: float = 0.9
+    """Decay of the average of the accepted losses."""
+
+    delta: float = 0.18
+    """A loss this far above the average is a spike, if it is `relative_delta` above it, too."""
+
+    relative_delta: float = 0.06
+    """As a fraction of the average."""
+
+    max_delta: float = 1.5
+    """A loss this far above the average is a spike, also in the warm-up."""
+
+    max_ratio: float = 1.09
+    """A loss this many times the average is a spike, also in the warm-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Metrics:
     log_freq: int = 10
     """Steps between log lines; the window that a line averages over."""
@@ -486,6 +520,7 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    guard: Guard = field(default_factory=Guard)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_loom.config.job_config import Comm
@@ -54,6 +55,14 @@ def sum_over_ranks(values: list[int]) -> list[int]:
     tensor = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def sum_in_rank_order(values: Tensor) -> Tensor:
+    """Sum over ranks in fp64 on the CPU; independent of the collective's own order of addition."""
+    local = values.double().cpu()
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return torch.stack(gathered).sum(0)
 
 
 def check_same_on_all_ranks(config: dict[str, Any]) -> None:

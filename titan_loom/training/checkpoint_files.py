@@ -191,6 +191,16 @@ def find_start(
     return start
 
 
+def find_rollback(folder: Path, step: int, interval: int) -> Start | None:
+    """The checkpoint that a failed `step` goes back to: the newest regular one before it. Those that a stop made in
+    between are left alone, so that a run which was stopped goes back as far as one that was not."""
+    steps = [saved for saved in complete_steps(folder) if saved < step and saved % interval == 0]
+    if not steps:
+        return None
+    path, way_on = folder / f"step-{steps[-1]}", "the run cannot go back to it"
+    return Start(path, read_state(path, way_on), False, way_on)
+
+
 def _check_same_model(start: Start, name: str, model_args: dict[str, Any]) -> None:
     saved = start.state["model"]
     if saved["name"] != name:

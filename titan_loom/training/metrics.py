@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from titan_loom.config import job_config
-from titan_loom.distributed.process_group import from_rank0
+from titan_loom.distributed.process_group import from_rank0, sum_in_rank_order
 from titan_loom.errors import RunError
 from titan_loom.models.interface import Segment
 from titan_loom.tools.device import peak_flops, peak_memory
@@ -40,6 +40,8 @@ class SegmentRecord:
     cross-entropy by source."""
     grad_norm: Tensor
     """fp32 scalar, global, before clipping."""
+    spike: str | None = None
+    """Why its update was not made; it is then the last segment of its step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,32 +113,31 @@ class MetricsProcessor:
     def should_flush(self, step: int) -> bool:
         return step % self.config.log_freq == 0 or step == self.total_steps
 
-    def flush(self) -> int | None:
+    def flush(self) -> None:
         """Write out what was recorded. Called by all ranks together.
-
-        Returns:
-            The first of these steps whose loss or gradient norm is not finite, on every rank; None when there is none.
 
         Raises:
             RunError: on every rank, when rank 0 cannot write.
         """
         if not self.records:
-            return None
+            return
         segments = [segment for record in self.records for segment in record.segments]
-        of_segments = _sum_in_rank_order(torch.stack([segment.sums for segment in segments]))
+        of_segments = sum_in_rank_order(torch.stack([segment.sums for segment in segments]))
         grad_norms = torch.stack([segment.grad_norm for segment in segments]).cpu()
         lengths = [len(record.segments) for record in self.records]
         by_record = list(zip(of_segments.split(lengths), grad_norms.split(lengths), strict=True))
-        sums = torch.stack([of_record[-1] for of_record, _ in by_record])
         seconds = time.perf_counter() - self.window_start
         self.seconds_per_step = seconds / len(self.records)
         tokens = sum(sum(record.source_counts) for record in self.records)
         tps = tokens / seconds / dist.get_world_size()
         rows = [self._row(record, *of_record, tps) for record, of_record in zip(self.records, by_record, strict=True)]
-        from_rank0(self._write, rows, sums.sum(0).tolist(), tokens, tps, seconds)
+        # The window's means are those of the steps that were trained, when there are any.
+        trained = [i for i, record in enumerate(self.records) if record.segments[-1].spike is None]
+        trained = trained or list(range(len(self.records)))
+        sums = torch.stack([by_record[i][0][-1] for i in trained]).sum(0).tolist()
+        from_rank0(self._write, rows, [self.records[i] for i in trained], sums, tps, seconds)
         self.records.clear()
         self.reset_clock()
-        return next((row["step"] for row in rows if row["loss"] is None or row["grad_norm"] is None), None)
 
     def sync(self) -> None:
         """Make sure that what was flushed is on disk, as a checkpoint counts on it. Called by all ranks together."""
@@ -214,16 +215,21 @@ class MetricsProcessor:
             "source_wait": {name: round(seconds, 6) for name, seconds in record.source_wait.items()},
             "filtered": record.filtered,
             "eta": round((self.total_steps - record.step) * self.seconds_per_step, 1),
+            **({} if record.segments[-1].spike is None else {"spike": record.segments[-1].spike}),
             **record.extra,
         }
 
-    def _report_window(self, rows: list[dict], sums: list[float], tokens: int, tps: float, seconds: float) -> None:
-        """The console line and the TensorBoard scalars: means over the window, weighted by tokens."""
+    def _report_window(
+        self, rows: list[dict], trained: list[StepRecord], sums: list[float], tps: float, seconds: float
+    ) -> None:
+        """The console line and the TensorBoard scalars: means over the window's `trained` steps, whose sums are `sums`,
+        weighted by tokens."""
         last = rows[-1]
+        tokens = sum(sum(record.source_counts) for record in trained)
         step, eta = last["step"], timedelta(seconds=round(last["eta"]))
         loss = sum(sums[:3]) / tokens
-        grad_norm = sum(record.segments[-1].grad_norm.item() for record in self.records) / len(rows)
-        counts = [sum(record.source_counts[i] for record in self.records) for i in range(len(self.source_names))]
+        grad_norm = sum(record.segments[-1].grad_norm.item() for record in trained) / len(trained)
+        counts = [sum(record.source_counts[i] for record in trained) for i in range(len(self.source_names))]
         by_source = {name: total / n for name, total, n in zip(self.source_names, sums[3:], counts, strict=True) if n}
         data_share = 100 * sum(row["data_wait"] for row in rows) / seconds
         memory, memory_percent = peak_memory(self.device)
@@ -268,14 +274,6 @@ class MetricsProcessor:
             scalars |= {f"lr/{group}": value for group, value in last["lr"].items()}
             for name, value in scalars.items():
                 self.tensorboard.add_scalar(name, value, step)
-
-
-def _sum_in_rank_order(values: Tensor) -> Tensor:
-    """Sum over ranks in fp64 on the CPU; independent of the collective's own order of addition."""
-    local = values.double().cpu()
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)
-    return torch.stack(gathered).sum(0)
 
 
 def _finite(value: float) -> float | None:

@@ -1,0 +1,92 @@
+"""What follows a spike: the same on all ranks, and the same again when the run is stopped in the middle of it."""
+
+import json
+import math
+
+import pytest
+
+from tests import processes, runs
+from titan_loom.errors import RunError
+
+GUARDED = ("--guard.enable", "true", "--training.segment_loops", "1", "--checkpoint.interval", "2")
+COMPARED = ("step", "loss", "grad_norm", "segments", "batch_sha256", "tokens_seen")
+
+
+def _train(argv: list[str], spikes: dict[tuple[int, int], float]) -> tuple[str, list]:
+    """Train, with the losses and gradients of some (step, segment) times a factor; how it ended, what it ended with."""
+    from tests.layouts import whole
+    from titan_loom.config.loading import load_config
+    from titan_loom.trainer import Trainer
+
+    class Spiked(Trainer):
+        def forward_backward(self, micro_batches, num_tokens, num_loops, segment):
+            sums, load = super().forward_backward(micro_batches, num_tokens, num_loops, segment)
+            factor = spikes.get((self.step, segment.start))
+            if factor is not None:
+                sums *= factor
+                for parameter in self.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
+            return sums, load
+
+    trainer, ended = Spiked(load_config(argv)), ""
+    try:
+        trainer.train()
+    except RunError as error:
+        ended = str(error)
+    weights = [whole(parameter).double().sum().item() for parameter in trainer.model.parameters()]
+    trainer.close()
+    return ended, weights
+
+
+def train(folder, spikes, *overrides, world_size=1):
+    folder.mkdir(exist_ok=True)
+    (folder / "small.toml").write_text(runs.SMALL)
+    argv = ["--job.config_file", str(folder / "small.toml"), "--job.dump_folder", str(folder / "run")]
+    first, *others = processes.run(_train, world_size, [*argv, *GUARDED, *overrides], spikes)
+    assert all(other == first for other in others)  # weights to the last digit, too
+    return first
+
+
+def compared(folder) -> list[dict]:
+    return [{key: row[key] for key in COMPARED} for row in runs.metrics(folder)]
+
+
+def guard_state(folder, step: int) -> dict:
+    return json.loads((folder / "run" / "checkpoint" / f"step-{step}" / "train_state.json").read_text())["guard"]
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_a_spike_costs_a_step_on_every_rank_and_a_stop_behind_it_changes_nothing(tmp_path, action):
+    spikes, steps = {(4, 0): math.nan, (5, 1): 10.0}, ("--guard.action", action, "--training.steps")
+    whole = train(tmp_path / "whole", spikes, *steps, "6", world_size=2)
+    assert whole[0] == ""
+    rows = runs.metrics(tmp_path / "whole")
+    assert [len(row["segments"]) for row in rows] == [2, 2, 2, 1, 2, 2]
+    assert [row.get("spike", "")[:17] for row in rows] == ["", "", "", "the loss is not f", "the loss rose to ", ""]
+    assert rows[3]["loss"] is None
+    state = guard_state(tmp_path / "whole", 6)
+    assert state["passed_over"] == ([[3, 4], [5, 5]] if action == "rollback" else [])
+    assert state["skipped_in_a_row"] == 0
+    # Step 5 stops between the spike and the next regular checkpoint: going back must not end there.
+    train(tmp_path / "stopped", spikes, *steps, "3", world_size=2)
+    again = train(tmp_path / "stopped", spikes, *steps, "6", world_size=2)
+    assert again == whole
+    assert compared(tmp_path / "stopped") == compared(tmp_path / "whole")
+
+
+def test_going_back_restores_weights_and_averages(tmp_path):
+    steps = ("--training.steps", "3", "--guard.action", "rollback")
+    _, back = train(tmp_path / "back", {(3, 1): math.nan}, *steps)
+    _, there = train(tmp_path / "there", {}, *steps[2:], "--training.steps", "2")
+    assert back == there
+    assert guard_state(tmp_path / "back", 3)["baselines"] == guard_state(tmp_path / "there", 2)["baselines"]
+
+
+def test_the_run_ends_where_it_was_told_to(tmp_path):
+    ended, _ = train(tmp_path / "abort", {(3, 1): 10.0}, "--guard.action", "abort", "--training.steps", "4")
+    assert ended.startswith("the loss rose to ") and ended.endswith(" in step 3; the newest checkpoint is of step 2")
+    assert len(runs.metrics(tmp_path / "abort")) == 3
+    spikes, limit = {(step, 0): math.nan for step in (2, 3, 4)}, ("--guard.max_consecutive_skips", "2")
+    ended, _ = train(tmp_path / "limit", spikes, *limit, "--training.steps", "5")
+    assert ended == "the loss is not finite in step 4; the newest checkpoint is of step 2"
