@@ -40,6 +40,7 @@ def preflight(config: JobConfig, world_size: int) -> None:
     from titan_loom.data.tokenizer import check_tokenizer, load_tokenizer
     from titan_loom.training.checkpoint_files import find_start
     from titan_loom.training.run_folder import check_can_be_written
+    from titan_loom.training.validation import list_validation
 
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     check_tokenizer(tokenizer, args.vocab_size)
@@ -50,6 +51,9 @@ def preflight(config: JobConfig, world_size: int) -> None:
     for name, source in config.data.sources.items():
         get_format(name, source.format)
     listing = list_sources(replace(config.data, sources=local))
+    validation_path = config.validation.path if config.validation.enable else None
+    if validation_path is not None and not is_on_hub(validation_path):
+        list_validation(config.validation, config.data)
     fingerprint = None
     if len(listing) == len(config.data.sources):
         fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, tokenizer, listing)

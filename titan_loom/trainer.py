@@ -54,6 +54,7 @@ from titan_loom.training.loss import chunk_losses, chunked_cross_entropy
 from titan_loom.training.metrics import MetricsProcessor, SegmentRecord, StepRecord
 from titan_loom.training.run_folder import RunFolder
 from titan_loom.training.signals import StopRequest
+from titan_loom.training.validation import Validator
 
 
 class Trainer:
@@ -126,6 +127,7 @@ class Trainer:
             total_steps=self.num_steps,
             start_step=self.step,
         )
+        self.validator = self._build_validator() if config.validation.enable else None
         self._log_summary()
 
     def _open_run_folder(self) -> tuple[dict[str, Any], dict[str, Parts], checkpoint_files.Start | None]:
@@ -178,6 +180,19 @@ class Trainer:
         # A tensor, so that a change of its value is no reason to compile anything again.
         self.z_coefficient = torch.zeros((), device=self.device)
 
+    def _build_validator(self) -> Validator:
+        return Validator(
+            self.config.validation,
+            self.config.data,
+            self.tokenizer,
+            seed=self.config.debug.seed,
+            seq_len=self.config.training.seq_len,
+            listing=self.listing,
+            device=self.device,
+            chunk_tokens=self.config.training.loss_chunk_tokens,
+            chunk=self.chunk_losses,
+        )
+
     def _log_summary(self) -> None:
         config, training = self.config, self.config.training
         parts = self.model.parameter_parts()
@@ -225,6 +240,8 @@ class Trainer:
                 raise
             if self.step == first_step:
                 tighten_timeout(self.config.comm, self.device)
+            if self.should_validate():
+                self.validate()
             # The first step of a process warms up and compiles: its time is nobody else's.
             if self.step == first_step or self.metrics.should_flush(self.step):
                 self.metrics.flush()
@@ -382,6 +399,16 @@ class Trainer:
                 logger.warning(f"{what}: went back to the weights of step {start.state['step']}")
                 return
         logger.warning(f"{what}: its update was skipped")
+
+    def should_validate(self) -> bool:
+        due = self.step == self.num_steps or self.step % self.config.validation.freq == 0
+        return self.validator is not None and due
+
+    def validate(self) -> None:
+        """Evaluate the held-out rows; nothing that training depends on is touched."""
+        started = time.perf_counter()
+        losses = self.validator.run(self.model, self.data_parallel)
+        self.metrics.add_validation(losses, self.validator.num_tokens, time.perf_counter() - started)
 
     def should_save(self, stopping: bool) -> bool:
         checkpoint = self.config.checkpoint

@@ -55,6 +55,11 @@ def test_a_good_run_passes_with_any_number_of_processes_that_divides(sentence):
     ("argv", "parts"),
     [
         (["--data.lanes", "3"], ["data.lanes is 3"]),
+        (["--validation.enable", "true"], ["validation.path is not set", "data.holdout_percent is 0"]),
+        (
+            ["--validation.enable", "true", "--validation.path", "nowhere"],
+            ["validation.path = 'nowhere' does not exist"],
+        ),
         (["--model.name", "gpt"], ["model.name", "gpt", "nanocoder"]),
         (["--model.flavor", "huge"], ["model.flavor", "huge", "minicoder"]),
         (["--model.args.num_loop", "2"], ["model.args.num_loop is not a key", "model.args.num_loops"]),

@@ -53,6 +53,9 @@ POSITIVE = [
     "guard.delta",
     "guard.relative_delta",
     "guard.max_delta",
+    "validation.freq",
+    "validation.steps",
+    "validation.local_batch_size",
     "metrics.log_freq",
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",
@@ -122,6 +125,11 @@ def check(config: JobConfig, world_size: int) -> None:
     _check_activation_checkpoint(config.activation_checkpoint)
     _check_compile(config.compile)
     _check_checkpoint(config.checkpoint)
+    if config.validation.enable and config.validation.path is None and config.data.holdout_percent == 0:
+        raise UserError(
+            "validation.enable is true, but validation.path is not set and data.holdout_percent is 0; one of them must "
+            "say what to evaluate"
+        )
     if config.guard.max_ratio <= 1:
         raise UserError(f"guard.max_ratio is {config.guard.max_ratio}; it must be greater than 1")
     _check_folder("checkpoint.folder", config.checkpoint.folder)

@@ -467,6 +467,28 @@ class Guard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Validation:
+    enable: bool = False
+    """Evaluate documents that training never reads, at the end of the run and on the way; always the same rows."""
+
+    freq: int = 500
+    """Steps between evaluations."""
+
+    steps: int = 8
+    """Micro-batches that are evaluated, over all ranks."""
+
+    local_batch_size: int = 8
+    """Sequences of a micro-batch."""
+
+    path: str | None = None
+    """What to evaluate, as the path of a source. Default: what `data.holdout_percent` keeps from training, in the
+    sources' own shares."""
+
+    format: str = "text"
+    """Format of `path`, as that of a source."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Metrics:
     log_freq: int = 10
     """Steps between log lines; the window that a line averages over."""
@@ -521,6 +543,7 @@ class JobConfig:
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     guard: Guard = field(default_factory=Guard)
+    validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)

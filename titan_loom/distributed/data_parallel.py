@@ -101,6 +101,18 @@ class DataParallel:
         if reshard:
             self._reshard_looped()
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Surrounds forward passes without gradient. After them, every parameter is a shard again: no backward comes
+        that would free what was gathered."""
+        self._model.eval()
+        with torch.no_grad():
+            yield
+        self._model.train()
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _reshard_looped(self) -> None:
         for unit in self._looped:
             unit.reshard()

@@ -110,6 +110,20 @@ class MetricsProcessor:
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=record.step)
 
+    def add_validation(self, losses: dict[str, float], num_tokens: int, seconds: float) -> None:
+        """Put a validation of `num_tokens` tokens into the line of the newest step, and its time out of the window."""
+        self.window_start += seconds
+        step = self.records[-1].step
+        self.records[-1].extra.update({f"validation/{name}": loss for name, loss in losses.items()})
+        memory, memory_percent = peak_memory(self.device)
+        logger.info(
+            f"validate step: {step:2}  loss: {losses['loss']:7.4f}  memory: {memory:5.2f}GiB({memory_percent:.2f}%)  "
+            f"tps: {round(num_tokens / seconds / dist.get_world_size()):,}"
+        )
+        if self.is_writer and self.tensorboard is not None:
+            for name, loss in losses.items():
+                self.tensorboard.add_scalar(f"validation_metrics/{name}", loss, step)
+
     def should_flush(self, step: int) -> bool:
         return step % self.config.log_freq == 0 or step == self.total_steps
 
@@ -216,7 +230,7 @@ class MetricsProcessor:
             "filtered": record.filtered,
             "eta": round((self.total_steps - record.step) * self.seconds_per_step, 1),
             **({} if record.segments[-1].spike is None else {"spike": record.segments[-1].spike}),
-            **record.extra,
+            **{key: _finite(value) if isinstance(value, float) else value for key, value in record.extra.items()},
         }
 
     def _report_window(
