@@ -20,7 +20,7 @@ from titan_loom import __version__
 from titan_loom.config import JobConfig
 from titan_loom.data.filters import count_by_reason
 from titan_loom.data.lanes import IGNORED_LABEL
-from titan_loom.data.loader import Batch, LaneLoader, data_fingerprint
+from titan_loom.data.loader import LaneLoader, data_fingerprint
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.distributed.compile import compiled
@@ -37,7 +37,7 @@ from titan_loom.distributed.process_group import (
 )
 from titan_loom.errors import Interrupted, ReadError, RunError, UserError
 from titan_loom.models import build_model, model_args
-from titan_loom.models.interface import Segment
+from titan_loom.models.interface import Observer, Segment
 from titan_loom.optim.clipping import clip_gradients
 from titan_loom.optim.groups import assign_groups
 from titan_loom.optim.optimizers import build_optimizers
@@ -48,6 +48,7 @@ from titan_loom.tools.random import derive_seed
 from titan_loom.training import batches, checkpoint_files
 from titan_loom.training.batches import MicroBatch
 from titan_loom.training.checkpoint import CheckpointManager
+from titan_loom.training.diagnostics import GradientObserver, diagnose
 from titan_loom.training.guard import Guard
 from titan_loom.training.loops import LoopPlan
 from titan_loom.training.loss import chunk_losses, chunked_cross_entropy
@@ -276,7 +277,10 @@ class Trainer:
         self.optimizers.set_weight_decay(weight_decay)
 
         num_loops = self.loops.num_loops(index)
-        segments = self.train_segments(batch, num_tokens, num_loops)
+        document_eos = self.tokenizer.eos_id if config.data.isolates_documents else None
+        micro_batches = batches.micro_batches(batch, config.training.local_batch_size, self.device, document_eos)
+        measured, observer = self._diagnose(micro_batches[0], num_loops)
+        segments = self.train_segments(micro_batches, num_tokens, num_loops, observer)
 
         self.tokens_seen += num_tokens
         for name, count in zip(self.source_tokens, source_counts, strict=True):
@@ -295,6 +299,7 @@ class Trainer:
                 data_wait=data_wait,
                 filtered=count_by_reason(list(self.source_tokens), filtered),
                 source_wait=batch.read_seconds,
+                measured=measured,
                 extra={"batch_sha256": batches.global_sha256(batch)} if config.debug.hash_batches else {},
             )
         )
@@ -303,20 +308,19 @@ class Trainer:
             self.after_spike(segments[-1].spike)
         return stop_requests > 0
 
-    def train_segments(self, batch: Batch, num_tokens: int, num_loops: int | None) -> list[SegmentRecord]:
+    def train_segments(
+        self, micro_batches: list[MicroBatch], num_tokens: int, num_loops: int | None, observer: Observer | None = None
+    ) -> list[SegmentRecord]:
         """Train on this rank's share of a global batch with `num_tokens` supervised tokens, segment by segment.
 
         The routers' balance follows the experts' load of the whole step. A segment whose loss is a spike is not trained
         on, and ends the step.
         """
-        training = self.config.training
-        document_eos = self.tokenizer.eos_id if self.config.data.isolates_documents else None
-        micro_batches = batches.micro_batches(batch, training.local_batch_size, self.device, document_eos)
         records, loads = [], []
         for i, segment in enumerate(self.loops.segments(num_loops)):
             self.optimizers.zero_grad()
-            sums, load = self.forward_backward(micro_batches, num_tokens, num_loops, segment)
-            grad_norm = clip_gradients(self.model, training.max_norm)
+            sums, load = self.forward_backward(micro_batches, num_tokens, num_loops, segment, observer)
+            grad_norm = clip_gradients(self.model, self.config.training.max_norm)
             spike = self.guard.judge(self.step, i, sums[:3].sum(), num_tokens, grad_norm)
             records.append(SegmentRecord(segment=segment, sums=sums, grad_norm=grad_norm, spike=spike))
             if spike is not None:
@@ -330,9 +334,15 @@ class Trainer:
         return records
 
     def forward_backward(
-        self, micro_batches: list[MicroBatch], num_tokens: int, num_loops: int | None, segment: Segment | None
+        self,
+        micro_batches: list[MicroBatch],
+        num_tokens: int,
+        num_loops: int | None,
+        segment: Segment | None,
+        observer: Observer | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Accumulate the gradients of one segment of loops (None: all of them) over this rank's micro-batches.
+        """Accumulate the gradients of one segment of loops (None: all of them) over this rank's micro-batches, the
+        first of which `observer` sees.
 
         Returns:
             sums: fp32 (3 + num_sources,), over this rank's tokens: cross-entropy, weighted z-loss, weighted z-loss of
@@ -351,6 +361,7 @@ class Trainer:
                     micro_batch.documents,
                     segment=segment,
                     carried=micro_batch.carried,
+                    observer=observer if i == 0 else None,
                 )
                 losses = chunked_cross_entropy(
                     output.hidden.flatten(0, 1),
@@ -372,6 +383,23 @@ class Trainer:
             sums[2] += router_z.detach()
             sums[3:] += micro_batch.source_sums(losses.ce, len(self.source_tokens))
         return sums, load
+
+    def _diagnose(
+        self, micro_batch: MicroBatch, num_loops: int | None
+    ) -> tuple[dict[str, Tensor], GradientObserver | None]:
+        """What `[diagnostics]` wants to know in this step, and who adds to it while the step is taken."""
+        config = self.config.diagnostics
+        if not config.enable or self.step % config.interval:
+            return {}, None
+        measured = diagnose(
+            self.model,
+            self.data_parallel,
+            micro_batch,
+            num_loops,
+            chunk_tokens=self.config.training.loss_chunk_tokens,
+            chunk=self.chunk_losses,
+        )
+        return measured, GradientObserver(measured) if config.gradients else None
 
     def _flops_per_token(self, num_loops: int | None, segments: list[SegmentRecord]) -> int:
         seq_len, backprop_loops = self.config.training.seq_len, self.loops.backprop_loops

@@ -19,8 +19,8 @@ def _train(argv: list[str], spikes: dict[tuple[int, int], float]) -> tuple[str, 
     from titan_loom.trainer import Trainer
 
     class Spiked(Trainer):
-        def forward_backward(self, micro_batches, num_tokens, num_loops, segment):
-            sums, load = super().forward_backward(micro_batches, num_tokens, num_loops, segment)
+        def forward_backward(self, micro_batches, num_tokens, num_loops, segment, observer):
+            sums, load = super().forward_backward(micro_batches, num_tokens, num_loops, segment, observer)
             factor = spikes.get((self.step, segment.start))
             if factor is not None:
                 sums *= factor

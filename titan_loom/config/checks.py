@@ -56,6 +56,7 @@ POSITIVE = [
     "validation.freq",
     "validation.steps",
     "validation.local_batch_size",
+    "diagnostics.interval",
     "metrics.log_freq",
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",

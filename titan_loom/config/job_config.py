@@ -489,6 +489,19 @@ class Validation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Diagnostics:
+    enable: bool = False
+    """Write to `metrics.jsonl` what the loops do to the stream and which experts they use, as `loop/...` and
+    `expert/...`, from a pass of its own over the step's first micro-batch. Other steps cost nothing."""
+
+    interval: int = 100
+    """Steps between two of them."""
+
+    gradients: bool = False
+    """The norm of the gradient in the stream after each visit as well, taken from the training pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Metrics:
     log_freq: int = 10
     """Steps between log lines; the window that a line averages over."""
@@ -544,6 +557,7 @@ class JobConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     guard: Guard = field(default_factory=Guard)
     validation: Validation = field(default_factory=Validation)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)

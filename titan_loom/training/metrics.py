@@ -66,6 +66,8 @@ class StepRecord:
     """Seconds that this rank's lanes spent reading each source for it, added up, also while the step before ran."""
     filtered: dict[str, dict[str, int]]
     """Documents dropped since the start of the run, by source and reason."""
+    measured: dict[str, Tensor]
+    """This rank's diagnostics by name, the same names on every rank; their means over ranks are written."""
     extra: dict[str, Any]
 
 
@@ -144,6 +146,8 @@ class MetricsProcessor:
         self.seconds_per_step = seconds / len(self.records)
         tokens = sum(sum(record.source_counts) for record in self.records)
         tps = tokens / seconds / dist.get_world_size()
+        for record in self.records:
+            record.extra.update(_means_over_ranks(record.measured))
         rows = [self._row(record, *of_record, tps) for record, of_record in zip(self.records, by_record, strict=True)]
         # The window's means are those of the steps that were trained, when there are any.
         trained = [i for i, record in enumerate(self.records) if record.segments[-1].spike is None]
@@ -288,6 +292,18 @@ class MetricsProcessor:
             scalars |= {f"lr/{group}": value for group, value in last["lr"].items()}
             for name, value in scalars.items():
                 self.tensorboard.add_scalar(name, value, step)
+            for record in self.records:
+                for name in (name for name, value in record.measured.items() if value.ndim == 0):
+                    self.tensorboard.add_scalar(name, record.extra[name], record.step)
+
+
+def _means_over_ranks(values: dict[str, Tensor]) -> dict[str, Any]:
+    """Plain numbers and lists; called by all ranks together."""
+    if not values:
+        return {}
+    flat = sum_in_rank_order(torch.cat([value.flatten().float() for value in values.values()])) / dist.get_world_size()
+    parts = flat.split([value.numel() for value in values.values()])
+    return {name: part.view(value.shape).tolist() for (name, value), part in zip(values.items(), parts, strict=True)}
 
 
 def _finite(value: float) -> float | None:

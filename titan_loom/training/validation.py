@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_loom.config import job_config
-from titan_loom.data.loader import IGNORED_LABEL, Batch, LaneLoader
+from titan_loom.data.lanes import IGNORED_LABEL
+from titan_loom.data.loader import Batch, LaneLoader
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.distributed.data_parallel import DataParallel
@@ -48,7 +49,7 @@ class Validator:
         batch = from_rank0(_read, config, data, tokenizer, seed, seq_len, listing)
         self.num_tokens = int((batch.labels != IGNORED_LABEL).sum())
         self._config, self._device, self._chunk_tokens, self._chunk = config, device, chunk_tokens, chunk
-        self._document_eos = tokenizer.eos_id if data.document_mask else None
+        self._document_eos = tokenizer.eos_id if data.isolates_documents else None
         self._batch = _share(batch, config)
 
     def run(self, model: nn.Module, data_parallel: DataParallel) -> dict[str, float]:
