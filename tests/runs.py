@@ -44,10 +44,16 @@ hash_batches = true
 """
 
 
-def train(folder: Path, *overrides: str, world_size: int = 1) -> list[dict]:
-    """Train `SMALL` with `overrides` (`--section.key`, value, ...) in `folder`; the lines of its metrics.jsonl."""
+LOOM = (
+    '[model]\nname = "loom"\n[model.args]\ndim = 32\nnum_kv_heads = 1\nhead_dim = 16\nexpert_dim = 32\n'
+    + SMALL[SMALL.index("[data]") :]
+)
+
+
+def train(folder: Path, *overrides: str, world_size: int = 1, config: str = SMALL) -> list[dict]:
+    """Train `config` with `overrides` (`--section.key`, value, ...) in `folder`; the lines of its metrics.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "small.toml").write_text(SMALL)
+    (folder / "small.toml").write_text(config)
     argv = ["--job.config_file", str(folder / "small.toml"), "--job.dump_folder", str(folder / "run"), *overrides]
     processes.run(_train, world_size, argv)
     return metrics(folder)

@@ -72,7 +72,7 @@ class CheckpointManager:
         if damage := next(filter(None, _gather(_damage(start))), None):
             raise checkpoint_files.damaged(start.path, damage, start.way_on)
         reader = TensorReader(start.path)
-        tensors = {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
+        tensors = self._model_tensors()
         try:
             if not start.model_only:
                 shapes = from_rank0(_optimizer_shapes, reader)
@@ -85,9 +85,14 @@ class CheckpointManager:
         what = "weights only" if start.model_only else "weights and optimizers"
         logger.info(f"Loaded checkpoint {start.path} ({what})")
 
+    def _model_tensors(self) -> dict[str, Tensor]:
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {f"model.{name}": tensor.detach() for name, tensor in named}
+
     def _tensors(self) -> dict[str, Tensor]:
-        model = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
-        return model | {OPTIMIZER + key: tensor for key, tensor in self.optimizers.named_states().items()}
+        return self._model_tensors() | {
+            OPTIMIZER + key: tensor for key, tensor in self.optimizers.named_states().items()
+        }
 
     def _remove_old(self) -> None:
         if self.config.keep_latest_k:
