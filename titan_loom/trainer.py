@@ -20,7 +20,7 @@ from titan_loom import __version__
 from titan_loom.config import JobConfig
 from titan_loom.data.filters import count_by_reason
 from titan_loom.data.lanes import IGNORED_LABEL
-from titan_loom.data.loader import LaneLoader, data_fingerprint
+from titan_loom.data.loader import Batch, LaneLoader, data_fingerprint
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.distributed.compile import compiled
@@ -277,10 +277,7 @@ class Trainer:
         self.optimizers.set_weight_decay(weight_decay)
 
         num_loops = self.loops.num_loops(index)
-        document_eos = self.tokenizer.eos_id if config.data.isolates_documents else None
-        micro_batches = batches.micro_batches(batch, config.training.local_batch_size, self.device, document_eos)
-        measured, observer = self._diagnose(micro_batches[0], num_loops)
-        segments = self.train_segments(micro_batches, num_tokens, num_loops, observer)
+        segments = self.train_segments(batch, num_tokens, num_loops)
 
         self.tokens_seen += num_tokens
         for name, count in zip(self.source_tokens, source_counts, strict=True):
@@ -299,7 +296,6 @@ class Trainer:
                 data_wait=data_wait,
                 filtered=count_by_reason(list(self.source_tokens), filtered),
                 source_wait=batch.read_seconds,
-                measured=measured,
                 extra={"batch_sha256": batches.global_sha256(batch)} if config.debug.hash_batches else {},
             )
         )
@@ -308,21 +304,23 @@ class Trainer:
             self.after_spike(segments[-1].spike)
         return stop_requests > 0
 
-    def train_segments(
-        self, micro_batches: list[MicroBatch], num_tokens: int, num_loops: int | None, observer: Observer | None = None
-    ) -> list[SegmentRecord]:
+    def train_segments(self, batch: Batch, num_tokens: int, num_loops: int | None) -> list[SegmentRecord]:
         """Train on this rank's share of a global batch with `num_tokens` supervised tokens, segment by segment.
 
         The routers' balance follows the experts' load of the whole step. A segment whose loss is a spike is not trained
         on, and ends the step.
         """
+        document_eos = self.tokenizer.eos_id if self.config.data.isolates_documents else None
+        rows = self.config.training.local_batch_size
+        micro_batches = batches.micro_batches(batch, rows, self.device, document_eos)
+        measured, observer = self._diagnose(micro_batches[0], num_loops)
         records, loads = [], []
         for i, segment in enumerate(self.loops.segments(num_loops)):
             self.optimizers.zero_grad()
             sums, load = self.forward_backward(micro_batches, num_tokens, num_loops, segment, observer)
             grad_norm = clip_gradients(self.model, self.config.training.max_norm)
             spike = self.guard.judge(self.step, i, sums[:3].sum(), num_tokens, grad_norm)
-            records.append(SegmentRecord(segment=segment, sums=sums, grad_norm=grad_norm, spike=spike))
+            records.append(SegmentRecord(segment, sums, grad_norm, spike, measured if i == 0 else {}))
             if spike is not None:
                 return records
             self.optimizers.step()
@@ -418,15 +416,23 @@ class Trainer:
             self.metrics.flush()
             newest = f"the newest checkpoint is of step {self.last_saved}" if self.last_saved else "nothing was saved"
             raise RunError(f"{what}; {newest}")
-        if guard.action == "rollback":
-            checkpoint = self.config.checkpoint
-            start = from_rank0(checkpoint_files.find_rollback, self.checkpoints.folder, self.step, checkpoint.interval)
-            if start is not None:
-                self.checkpoints.load(start)
-                self.guard.roll_back(start.state["guard"], start.state["step"] + 1, self.step)
-                logger.warning(f"{what}: went back to the weights of step {start.state['step']}")
-                return
-        logger.warning(f"{what}: its update was skipped")
+        if guard.action == "rollback" and (step := self._roll_back()) is not None:
+            logger.warning(f"{what}: went back to the weights of step {step}")
+        else:
+            logger.warning(f"{what}: its update was skipped")
+
+    def _roll_back(self) -> int | None:
+        """Load the weights and optimizers of the last regular checkpoint; returns its step, None when there is none."""
+        interval = self.config.checkpoint.interval
+        try:
+            start = from_rank0(checkpoint_files.find_rollback, self.checkpoints.folder, self.step, interval)
+            if start is None:
+                return None
+            self.checkpoints.load(start)
+        except UserError as error:  # damaged; nothing of this must be saved
+            raise RunError(str(error)) from error
+        self.guard.roll_back(start.state["guard"], start.state["step"] + 1, self.step)
+        return start.state["step"]
 
     def should_validate(self) -> bool:
         due = self.step == self.num_steps or self.step % self.config.validation.freq == 0

@@ -11,6 +11,7 @@ from titan_loom.distributed.init import materialize
 from titan_loom.errors import UserError
 from titan_loom.models import build_model
 from titan_loom.models.interface import Segment
+from titan_loom.models.loom import FLAVORS
 
 CONFIGS = {
     "none": ActivationCheckpoint(),
@@ -83,13 +84,16 @@ def test_truncated_backprop_keeps_nothing_of_the_loops_it_skips():
     assert saved_bytes(model, 8, backprop_loops=1) == saved_bytes(model, 2, backprop_loops=1)
 
 
-def test_a_segment_keeps_the_same_for_any_number_of_loops():
-    model = model_with("none")
-    first = {"segment": Segment(0, 3)}
+@pytest.mark.parametrize(
+    "args", [ARGS, replace(FLAVORS["debug"], vocab_size=61, num_loops=12)], ids=["nanocoder", "loom"]
+)
+def test_a_segment_keeps_the_same_for_any_number_of_loops(args):
+    model, first = model_with("none", args=args), {"segment": Segment(0, 3)}
     carried = model(global_batch(0)[0], 12, **first).carried
     assert saved_bytes(model, 12, **first) == saved_bytes(model, 3)
-    assert saved_bytes(model, 12, segment=Segment(3, 6), carried=carried) < saved_bytes(model, 3)
-    assert saved_bytes(model, 12, **first) < 0.4 * saved_bytes(model, 12)  # 14 visits of 41, and the embeddings
+    assert saved_bytes(model, 12, segment=Segment(3, 6), carried=carried) < 1.05 * saved_bytes(model, 3)
+    # Of nanocoder's 14 visits of 41 five are outside the loops, and in every segment.
+    assert saved_bytes(model, 12, **first) < (0.4 if args is ARGS else 0.35) * saved_bytes(model, 12)
 
 
 def test_matrix_products_and_attention_are_not_computed_again():

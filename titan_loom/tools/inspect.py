@@ -14,6 +14,7 @@ from titan_loom.models import build_model, model_args
 from titan_loom.optim.groups import assign_groups
 from titan_loom.optim.optimizers import plan_groups
 from titan_loom.tools.device import total_memory
+from titan_loom.training.loops import LoopPlan
 
 
 def inspect(config: JobConfig) -> dict[str, Any]:
@@ -31,13 +32,15 @@ def inspect(config: JobConfig) -> dict[str, Any]:
     with torch.device("meta"):
         model = build_model(args)
     check_expected_parameters(model, config.model.expected_parameters)
+    loops = LoopPlan(config.model, config.training, args, config.debug.seed)
     groups = plan_groups(assign_groups(model.named_parameters(), model.group_rules()), config.optimizer)
     return {
         "parameters": model.parameter_parts(),
         "num_layers": args.num_layers,
         "num_visits": args.num_visits,
-        "flops_per_token": model.flops_per_token(
-            config.training.seq_len, backprop_loops=config.training.backprop_loops
+        "flops_per_token": sum(
+            model.flops_per_token(config.training.seq_len, None, loops.backprop_loops, segment)
+            for segment in loops.segments(None)
         ),
         "groups": {
             group.name: {key: value for key, value in group.describe().items() if key != "name"} for group in groups

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,7 @@ from titan_loom.tools.device import peak_flops, peak_memory
 from titan_loom.tools.logging import logger
 
 
-@dataclass(frozen=True, kw_only=True)
-class SegmentRecord:
+class SegmentRecord(NamedTuple):
     """One optimizer step; nothing here has been read back from the device."""
 
     segment: Segment | None
@@ -40,8 +39,10 @@ class SegmentRecord:
     cross-entropy by source."""
     grad_norm: Tensor
     """fp32 scalar, global, before clipping."""
-    spike: str | None = None
+    spike: str | None
     """Why its update was not made; it is then the last segment of its step."""
+    measured: dict[str, Tensor]
+    """This rank's diagnostics by name, the same names on every rank; their means over ranks are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,6 @@ class StepRecord:
     """Seconds that this rank's lanes spent reading each source for it, added up, also while the step before ran."""
     filtered: dict[str, dict[str, int]]
     """Documents dropped since the start of the run, by source and reason."""
-    measured: dict[str, Tensor]
-    """This rank's diagnostics by name, the same names on every rank; their means over ranks are written."""
     extra: dict[str, Any]
 
 
@@ -147,7 +146,7 @@ class MetricsProcessor:
         tokens = sum(sum(record.source_counts) for record in self.records)
         tps = tokens / seconds / dist.get_world_size()
         for record in self.records:
-            record.extra.update(_means_over_ranks(record.measured))
+            record.extra.update(_means_over_ranks(record.segments[0].measured))
         rows = [self._row(record, *of_record, tps) for record, of_record in zip(self.records, by_record, strict=True)]
         # The window's means are those of the steps that were trained, when there are any.
         trained = [i for i, record in enumerate(self.records) if record.segments[-1].spike is None]
@@ -293,7 +292,7 @@ class MetricsProcessor:
             for name, value in scalars.items():
                 self.tensorboard.add_scalar(name, value, step)
             for record in self.records:
-                for name in (name for name, value in record.measured.items() if value.ndim == 0):
+                for name in (name for name, value in record.segments[0].measured.items() if value.ndim == 0):
                     self.tensorboard.add_scalar(name, record.extra[name], record.step)
 
 
