@@ -82,7 +82,7 @@ NOT_NEGATIVE = [
     "lr_scheduler.warmup_tokens",
     "checkpoint.keep_latest_k",
     "guard.max_consecutive_skips",
-    "guard.warmup_steps",
+    "guard.delta_warmup_steps",
 ]
 PERCENTAGES = ["data.holdout_percent"]
 FRACTIONS = ["lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"]

@@ -447,7 +447,7 @@ class Guard:
     max_consecutive_skips: int = 10
     """Steps in a row that may be skipped or rolled back; one more ends the run."""
 
-    warmup_steps: int = 0
+    delta_warmup_steps: int = 0
     """First steps that are not tested for `delta`."""
 
     ema_decay: float = 0.9

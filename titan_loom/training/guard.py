@@ -37,7 +37,7 @@ class Guard:
         """
         total, norm = sum_in_rank_order(torch.stack([loss_sum, grad_norm])).tolist()
         loss, baseline = total / num_tokens, self.baselines.get(segment)
-        spike = find_spike(loss, norm, baseline, self.config, is_warming_up=step <= self.config.warmup_steps)
+        spike = find_spike(loss, norm, baseline, self.config, is_warming_up=step <= self.config.delta_warmup_steps)
         if spike is None:
             decay = self.config.ema_decay
             self.baselines[segment] = loss if baseline is None else decay * baseline + (1 - decay) * loss
