@@ -404,8 +404,8 @@ def test_flops_equal_what_torch_counts(args, num_loops, backprop_loops, segment)
     carried = model(ids, segment[0]).carried if segment else ()
     segment = segment and Segment(*segment)
     formulas = {
-        torch.ops.titan_loom.grouped_product: lambda x, w, ends, **_: 2 * x[0] * w[1] * w[2],
-        torch.ops.titan_loom.grouped_outer_product: lambda a, b, ends, **_: 2 * a[0] * a[1] * b[1],
+        torch.ops.titan_loom.expert_sum: lambda x, gates, w, *_, **__: 3 * math.prod(gates) * w[1] * w[2],
+        torch.ops.titan_loom.expert_sum_backward: lambda _, x, gates, w, *__, **___: 6 * math.prod(gates) * w[1] * w[2],
     }
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     with sdpa_kernel(SDPBackend.MATH), counter:
