@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 
 from titan_loom.config import job_config
 from titan_loom.errors import UserError
-from titan_loom.models.layers.grouped_product import grouped_product
+from titan_loom.models.layers.expert_sum import expert_sum
 from titan_loom.tools.logging import logger
 
 _aten = torch.ops.aten
@@ -31,7 +31,7 @@ SAVED_OPS = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten.topk.default,  # a choice of experts must not turn out otherwise the second time
-    grouped_product._opoverload,
+    expert_sum._opoverload,
 }
 
 

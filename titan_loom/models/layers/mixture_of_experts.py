@@ -5,9 +5,8 @@
     p_e = s_e / sum over sel of s                               the gates
     out = sum over sel of p_e E_e(v) + sum over j of S_j(v)     E, S: SwiGLU
 
-Routing and the sum over experts are in fp32 at least. Tokens are copied to their experts in the experts' order, so that
-each of an expert's matrices is applied once to all its tokens; nothing waits for the host on an accelerator, and
-no sum depends on the order in which threads arrive. Without a capacity, a token gets what it would get alone.
+Routing and the sum over experts are in fp32 at least. Pairs of token and expert are sorted by expert, so that each
+matrix is applied once to all its tokens. Without a capacity, a token gets what it would get alone.
 """
 
 import math
@@ -17,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_loom.models.layers.expert_sum import expert_sum
 from titan_loom.models.layers.feed_forward import SwiGLU
-from titan_loom.models.layers.grouped_product import grouped_product
 
 
 class Routing(NamedTuple):
@@ -80,13 +79,9 @@ class MixtureOfExperts(nn.Module):
     def routed(self, x: Tensor, routing: Routing) -> Tensor:
         """The sum of the selected experts, x: (tokens, dim) -> (tokens, dim), in fp32 at least."""
         experts, order = routing.selected.flatten().sort(stable=True)
-        place = order.argsort()  # where the copy for a token's j-th expert lies
         every_expert = torch.arange(len(self.down), device=x.device)
         ends = torch.searchsorted(experts, every_expert, right=True, out_int32=True)
-        copies = _Dispatch.apply(x, order, place, self.top_k)
-        gate, up = grouped_product(copies, self.gate_up, ends).chunk(2, dim=-1)
-        y = grouped_product(F.silu(gate) * up, self.down, ends)
-        return _Combine.apply(y, routing.gates, order, place)
+        return expert_sum(x, routing.gates, self.gate_up, self.down, order, ends)[0]
 
 
 def route(x: Tensor, router: Tensor, bias: Tensor, top_k: int, padding: Tensor | None = None) -> Routing:
@@ -116,37 +111,3 @@ def gates_within_capacity(routing: Routing, capacity: int, padding: Tensor | Non
     fits = torch.empty_like(rank, dtype=torch.bool).scatter_(0, by_gate[by_expert], rank < capacity)
     kept = routing.gates * fits.view_as(gates)
     return kept / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
-
-
-class _Dispatch(torch.autograd.Function):
-    """Copies x[i // k] for i in `order`, a permutation of tokens x k whose inverse is `place`.
-
-    Backward gathers as well: adding up the copies' gradients where they fall would add in no fixed order.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.k = k
-        return x[order // k]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (place,) = ctx.saved_tensors
-        return grad[place].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """The sum over j of gates[i, j] * y[place[i, j]]: the dual of `_Dispatch`, (tokens x k, dim) -> (tokens, dim)."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, gates: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(y, gates, order, place)
-        return (gates.unsqueeze(-1) * y[place].view(*gates.shape, -1)).sum(1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        y, gates, order, place = ctx.saved_tensors
-        grad_y = (gates.flatten()[order].unsqueeze(-1) * grad[order // gates.shape[1]]).to(y.dtype)
-        grad_gates = (grad.unsqueeze(1) * y[place].view(*gates.shape, -1)).sum(-1)
-        return grad_y, grad_gates, None, None
