@@ -37,6 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _generate(argv: list[str]) -> None:
+    """Continue a text: CHECKPOINT_OR_EXPORT --prompt TEXT [--temperature T] [--top_k K] [--top_p P] [--num_loops N]."""
+    from titan_loom.hub import generate
+
+    generate.main(argv)
+
+
 def _inspect(argv: list[str]) -> None:
     """Print parameters, layers, visits, optimizer groups and FLOPs: --job.config_file X [--json] [overrides]."""
     config = load_config([word for word in argv if word != "--json"])
@@ -76,6 +83,7 @@ def _pack(argv: list[str]) -> None:
 VERBS: dict[str, Callable[[list[str]], None]] = {
     "convert": _convert,
     "data": _data,
+    "generate": _generate,
     "inspect": _inspect,
     "pack": _pack,
     "tokenizer": _tokenizer,

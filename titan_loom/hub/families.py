@@ -25,16 +25,16 @@ class HFClasses(NamedTuple):
     model: type
 
 
-def require_transformers(what: str) -> None:
-    """Raises UserError when transformers, which `what` needs, is not installed."""
+def require_export(what: str, name: str) -> None:
+    """Raises UserError unless models of family `name` can be exported here, which `what` needs."""
+    if name not in FAMILIES or find_spec(f"titan_loom.models.{name}.export") is None:
+        raise UserError(f"{what} needs an export, which models of the family {name!r} do not have")
     if find_spec("transformers") is None:
         raise UserError(f"{what} needs transformers: pip install 'titan-loom[export]'")
 
 
 def export_of(name: str) -> ModuleType:
-    """`titan_loom.models.<name>.export`. Raises UserError when there is no such family, or it has no export."""
-    if name not in FAMILIES or find_spec(f"titan_loom.models.{name}.export") is None:
-        raise UserError(f"models of the family {name!r} cannot be converted")
+    """`titan_loom.models.<name>.export`."""
     return import_module(f"titan_loom.models.{name}.export")
 
 
