@@ -52,15 +52,15 @@ class RoutingStats(NamedTuple):
 
 
 class Loom(nn.Module):
-    """Tokens to the hidden state z_H. `blocks[i]` is physical layer i, `routers[t][i]` its router in loop t."""
+    """Tokens to the hidden state z_H. `blocks[i]` is physical layer i, `routers[t][i]` its router in loop t, from 0."""
 
     def __init__(self, args: LoomArgs):
         super().__init__()
         self.args = args
         self.embedding = Embedding(args.vocab_size, args.dim)
         self.blocks = nn.ModuleList(Block(args) for _ in range(args.num_layers))
-        routers = [[torch.empty(args.num_experts, args.dim) for _ in self.blocks] for _ in range(args.num_routers)]
-        self.routers = nn.ModuleList(nn.ParameterList(map(nn.Parameter, of_loop)) for of_loop in routers)
+        routers = (torch.empty(args.num_layers, args.num_experts, args.dim) for _ in range(args.num_routers))
+        self.routers = nn.ParameterList(map(nn.Parameter, routers))
         # In steps of `balance_rate`: an integer, which no dtype rounds, however small the step.
         self.register_buffer("router_bias_steps", torch.zeros(args.num_layers, args.num_experts, dtype=torch.int64))
         self.head = nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -112,7 +112,7 @@ class Loom(nn.Module):
         return LoopOutput(
             hidden=state.z,
             carried=tuple(t.detach() for t in (state.z, state.n_h, *state.kv)),
-            router_z=(stats.z / (args.num_layers * (stop - start))).view(tokens.shape),
+            router_z=stats.z.view(tokens.shape) / (args.num_layers * (stop - start)),
             expert_load=stats.load,
             readouts=tuple(readouts),
         )
@@ -136,7 +136,8 @@ class Loom(nn.Module):
         layers = torch.arange(1, args.num_layers + 1, dtype=dtype, device=x.device)
         d_l = _weight_sum(args.layer_beta, layers)
         d_h = _weight_sum(args.loop_beta, loop * args.num_layers + layers)
-        routers = self.routers[min(loop, args.num_routers - 1)]
+        # A copy: a view of a parameter has requires_grad even where nothing is differentiated.
+        routers = self.routers[min(loop, args.num_routers - 1)].clone().unbind(0)
         bias = self.router_bias
         zs, loads = [], []
         for layer, block in enumerate(self.blocks):
@@ -199,10 +200,8 @@ class Loom(nn.Module):
         if out.ndim == 1:
             out.fill_(1.0 if name.endswith("branch_norm") else 0.0)  # else the bias of the key-value gate
             return
-        kind, _, rest = name.partition(".")
-        if kind == "routers":  # all loops start with the same ones
-            layer = rest.partition(".")[2]
-            out.normal_(0.0, self.args.dim**-0.5, generator=generator(f"routers.0.{layer}"))
+        if name.startswith("routers."):  # all loops start with the same ones
+            out.normal_(0.0, self.args.dim**-0.5, generator=generator("routers.0"))
             return
         # Shared experts are as wide as one of them: that they are computed together is no reason to start smaller.
         fan_in = self.args.expert_dim if name.endswith("shared.down.weight") else out.shape[-1]
@@ -324,13 +323,10 @@ class Block(nn.Module):
         if self.kv_gate is not None:
             kv = self.kv_gate(kv, u)
         a = args.gamma * self.attention(u, rope, documents, kv).to(n_l.dtype)
-        if args.looping_residual:
-            n_l = args.layer_beta * n_l + a
-            r_l = n_l / d_l
-            n_h = args.loop_beta * n_h + r_l
-            y = x + n_h / d_h + r_l
-        else:
-            y = x + a
+        n_l = args.layer_beta * n_l + a
+        r_l = n_l / d_l
+        n_h = args.loop_beta * n_h + r_l
+        y = x + n_h / d_h + r_l if args.looping_residual else x + a
         padding = None if documents is None or documents.padding is None else documents.padding.flatten()
         v = _rho(y, args.norm_eps).to(x.dtype)
         out, routing = self.experts(v.flatten(0, 1), router, router_bias, padding)
