@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("transformers")
 
 from tests import runs
-from tests.exports import TINY, export, make_checkpoint
+from tests.exports import TINY, TINY_LOOM, export, make_checkpoint
 from titan_loom import cli
 from titan_loom.errors import RunError, UserError
 from titan_loom.hub import convert
@@ -35,6 +35,9 @@ VARIANTS = [
     replace(TINY, refresh="gated"),
     replace(TINY, rope_interleaved=False),
     replace(TINY, schedule=(0, 1, 1, 2, 0), ngram_visits=(0, 2)),
+    TINY_LOOM,
+    replace(TINY_LOOM, kv_gate=True, kv_cache="shared", per_loop_routers=False, num_shared_experts=0),
+    replace(TINY_LOOM, looping_residual=False, embed_inject=False, residual_scale=False, ffn_branch_norm=False),
 ]
 
 
@@ -47,12 +50,12 @@ def elements(path) -> int:
         return sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.offset_keys())
 
 
-@pytest.mark.parametrize("args", VARIANTS, ids=["scalar", "gated", "halves", "schedule"])
+@pytest.mark.parametrize("args", VARIANTS, ids=["scalar", "gated", "halves", "schedule", "loom", "barbados", "ablated"])
 def test_there_and_back_and_there_again_gives_the_same_files(tmp_path, args):
     there = export(tmp_path, args)
     convert.from_hf(there, tmp_path / "back")
     convert.to_hf(tmp_path / "back", tmp_path / "again")
-    assert contents(there).keys() == FILES
+    assert {name.replace("loom", "nanocoder") for name in contents(there)} == FILES
     assert contents(there) == contents(tmp_path / "again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "back", "checkpoint", "export"]
 

@@ -24,7 +24,7 @@ from titan_loom.hub.card import metrics_until, model_card, training_metadata
 from titan_loom.hub.check import check_export, check_tokens
 from titan_loom.hub.checkpoints import WAY_ON, find_checkpoint, read_tensors, write_checkpoint
 from titan_loom.hub.exports import read_args, read_json, read_weights
-from titan_loom.hub.families import code_files, decode_args, export_of, hf_classes, require_export
+from titan_loom.hub.families import code_files, decode_args, export_of, hf_classes, require_export, to_hf_config
 from titan_loom.models import build_model
 from titan_loom.tools.logging import logger
 from titan_loom.training.checkpoint import make_empty
@@ -147,7 +147,7 @@ def _require_absent(path: Path) -> None:
 def _write_config(folder: Path, name: str, args: Any, dtype: Dtype) -> None:
     prefix = export_of(name).NAME
     config = hf_classes(name).config(
-        **export_of(name).to_hf_config(args),
+        **to_hf_config(name, args),
         dtype=dtype,
         architectures=[f"{prefix}ForCausalLM"],
         auto_map={

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titan_loom.errors import UserError
-from titan_loom.hub.families import decode_args, export_of, require_export
+from titan_loom.hub.families import export_of, from_hf_config, require_export
 from titan_loom.models import build_model
 
 
@@ -26,7 +26,7 @@ def read_args(folder: Path) -> tuple[str, Any]:
     config = read_json(folder / "config.json")
     name = config.get("model_type", "")
     require_export(str(folder), name)
-    return name, decode_args(name, export_of(name).from_hf_config(config))
+    return name, from_hf_config(name, config)
 
 
 def read_weights(folder: Path, name: str, args: Any) -> dict[str, Tensor]:

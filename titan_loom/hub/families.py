@@ -44,6 +44,19 @@ def decode_args(name: str, values: dict[str, Any]) -> Any:
     return decode(args_class, {key: value for key, value in values.items() if value is not None}, prefix="model.args")
 
 
+def to_hf_config(name: str, args: Any) -> dict[str, Any]:
+    """The arguments of the family's transformers configuration."""
+    keys = export_of(name).CONFIG_KEYS
+    return {keys.get(field, field): value for field, value in vars(args).items()}
+
+
+def from_hf_config(name: str, config: dict[str, Any]) -> Any:
+    """The family's arguments from a `config.json`. Raises UserError when it describes no model."""
+    keys = export_of(name).CONFIG_KEYS
+    names = {field: keys.get(field, field) for field in vars(next(iter(FAMILIES[name].values())))}
+    return decode_args(name, {field: config[key] for field, key in names.items() if key in config})
+
+
 def code_files(name: str) -> list[Path]:
     """The files that an export carries."""
     folder = Path(export_of(name).__file__).parent / "hf"

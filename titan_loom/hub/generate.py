@@ -17,7 +17,7 @@ from titan_loom.hub.check import quiet_transformers
 from titan_loom.hub.checkpoints import WAY_ON, find_checkpoint, read_tensors
 from titan_loom.hub.convert import tokenizer_of
 from titan_loom.hub.exports import read_args, read_weights
-from titan_loom.hub.families import decode_args, export_of, hf_classes, require_export
+from titan_loom.hub.families import decode_args, export_of, hf_classes, require_export, to_hf_config
 from titan_loom.models import build_model
 from titan_loom.tools.random import derive_seed
 from titan_loom.training.checkpoint_files import read_state
@@ -117,7 +117,7 @@ def load(path: Path, num_loops: int | None = None) -> tuple[nn.Module, Tokenizer
     export, classes = export_of(name), hf_classes(name)
     with torch.device("meta"):
         own = build_model(args).state_dict()
-        model = classes.model(classes.config(**export.to_hf_config(args)))
+        model = classes.model(classes.config(**to_hf_config(name, args)))
     model.to_empty(device="cpu").tie_weights()
     names = {key: export.to_hf_tensor(key, tensor)[0] for key, tensor in own.items()}
     tensors = {key: model.state_dict()[names[key]].view(tensor.shape) for key, tensor in own.items()}
