@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,9 +14,12 @@ pytest.importorskip("transformers")
 from tests import runs
 from tests.exports import TINY, TINY_LOOM, export, make_checkpoint
 from titan_loom import cli
+from titan_loom.config import load_config
 from titan_loom.errors import RunError, UserError
 from titan_loom.hub import convert
+from titan_loom.models import model_args
 from titan_loom.models.nanocoder import FLAVORS
+from titan_loom.training.checkpoint_files import find_start
 
 FILES = {
     "README.md",
@@ -156,7 +159,9 @@ def test_a_run_of_two_processes_is_exported_by_the_folder_of_the_run(tmp_path):
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 2
     assert cli.main(["convert", "from-hf", str(out), str(tmp_path / "step-3")]) == 2
     assert cli.main(["convert", "from-hf", str(out), str(tmp_path / "step-2")]) == 0
-    runs.train(tmp_path / "new", "--training.steps", "1", "--checkpoint.initial_load_path", str(tmp_path / "step-2"))
+    argv = ["--job.config_file", str(tmp_path / "small.toml"), "--job.dump_folder", str(tmp_path / "new")]
+    config = load_config([*argv, "--checkpoint.initial_load_path", str(tmp_path / "step-2")])
+    assert find_start(config, asdict(model_args(config.model))).model_only
 
 
 def test_mistakes_are_one_sentence(tmp_path):
