@@ -55,6 +55,13 @@ def test_mistakes_are_one_sentence(folder, capsys, argv, what):
     assert what in captured.err and captured.out == ""
 
 
+def test_what_needs_transformers_says_so(folder, monkeypatch, capsys):
+    monkeypatch.setattr("titan_loom.hub.families.find_spec", lambda name: None)
+    for verb in (["generate"], ["eval", "--text", "embedded:prose"], ["convert", "to-hf", str(folder / "out")]):
+        assert cli.main([*verb, str(folder / "checkpoint")]) == 2
+        assert "needs transformers: pip install 'titan-loom[export]'" in capsys.readouterr().err
+
+
 def test_an_empty_prompt_starts_a_document_and_other_folders_are_refused(folder, capsys):
     assert cli.main(["generate", str(folder / "export"), "--max_new_tokens", "3"]) == 0
     assert cli.main(["generate", str(folder)]) == 2

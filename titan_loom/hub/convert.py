@@ -24,7 +24,7 @@ from titan_loom.hub.card import metrics_until, model_card, training_metadata
 from titan_loom.hub.check import check_export, check_tokens
 from titan_loom.hub.checkpoints import WAY_ON, find_checkpoint, read_tensors, write_checkpoint
 from titan_loom.hub.exports import read_args, read_json, read_weights
-from titan_loom.hub.families import code_files, decode_args, export_of, hf_classes, require_export, to_hf_config
+from titan_loom.hub.families import code_files, decode_args, export_of, hf_classes, require_transformers, to_hf_config
 from titan_loom.models import build_model
 from titan_loom.tools.logging import logger
 from titan_loom.training.checkpoint import make_empty
@@ -89,11 +89,11 @@ def main(argv: list[str]) -> None:
 
 def to_hf(checkpoint: Path, out: Path, dtype: Dtype = "float32", tokenizer_path: str | None = None) -> None:
     """Export the checkpoint at `checkpoint` to `out`, which appears when it has been checked. Raises as `main`."""
+    require_transformers("titan-loom convert to-hf")
     _require_absent(out)
     checkpoint = find_checkpoint(checkpoint)
     state = read_state(checkpoint, WAY_ON)
     name = state["model"]["name"]
-    require_export("titan-loom convert to-hf", name)
     args = decode_args(name, state["model"]["args"])
     tokenizer = tokenizer_of(checkpoint, state, tokenizer_path)
     aside = out.with_name(f".{out.name}.writing")

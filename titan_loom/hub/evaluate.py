@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.data.train_tokenizer import documents
 from titan_loom.errors import UserError
-from titan_loom.hub.check import quiet_transformers
 from titan_loom.hub.generate import load
 
 
@@ -81,8 +80,7 @@ def main(argv: list[str]) -> None:
 
 def evaluate(args: EvalArgs) -> list[Result]:
     """A result for each number of loops. Raises as `main`."""
-    with quiet_transformers():
-        model, tokenizer = load(args.path, *args.num_loops[:1])
+    model, tokenizer = load(args.path, *args.num_loops[:1])
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     context = model.config.max_position_embeddings
     seq_len = min(context, 1024) if args.seq_len is None else args.seq_len

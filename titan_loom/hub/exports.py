@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titan_loom.errors import UserError
-from titan_loom.hub.families import export_of, from_hf_config, require_export
-from titan_loom.models import build_model
+from titan_loom.hub.families import export_of, from_hf_config
+from titan_loom.models import FAMILIES, build_model
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -25,7 +25,8 @@ def read_args(folder: Path) -> tuple[str, Any]:
     """Family and arguments of the model in `folder`. Raises UserError when it is none of ours."""
     config = read_json(folder / "config.json")
     name = config.get("model_type", "")
-    require_export(str(folder), name)
+    if name not in FAMILIES:
+        raise UserError(f"{folder} holds a model of the type {name!r}; it must be one of {', '.join(FAMILIES)}")
     return name, from_hf_config(name, config)
 
 

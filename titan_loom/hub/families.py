@@ -1,6 +1,6 @@
 """A model family's part of the export: its arguments from plain data, its code for transformers.
 
-A family with `models/<name>/export.py` can be exported. The transformers code is in `models/<name>/hf/`, as
+`models/<name>/export.py` has its names for transformers; the code that exports carry is in `models/<name>/hf/`, as
 `configuration_<name>.py` and `modeling_<name>.py`.
 """
 
@@ -25,10 +25,8 @@ class HFClasses(NamedTuple):
     model: type
 
 
-def require_export(what: str, name: str) -> None:
-    """Raises UserError unless models of family `name` can be exported here, which `what` needs."""
-    if name not in FAMILIES or find_spec(f"titan_loom.models.{name}.export") is None:
-        raise UserError(f"{what} needs an export, which models of the family {name!r} do not have")
+def require_transformers(what: str) -> None:
+    """Raises UserError when transformers, which `what` needs, is not installed."""
     if find_spec("transformers") is None:
         raise UserError(f"{what} needs transformers: pip install 'titan-loom[export]'")
 

@@ -17,7 +17,7 @@ from titan_loom.hub.check import quiet_transformers
 from titan_loom.hub.checkpoints import WAY_ON, find_checkpoint, read_tensors
 from titan_loom.hub.convert import tokenizer_of
 from titan_loom.hub.exports import read_args, read_weights
-from titan_loom.hub.families import decode_args, export_of, hf_classes, require_export, to_hf_config
+from titan_loom.hub.families import decode_args, export_of, hf_classes, require_transformers, to_hf_config
 from titan_loom.models import build_model
 from titan_loom.tools.random import derive_seed
 from titan_loom.training.checkpoint_files import read_state
@@ -70,12 +70,9 @@ def main(argv: list[str]) -> None:
 
 def generate(args: GenerateArgs) -> list[int]:
     """The ids of the prompt and of what follows; also prints them, as text. Raises as `main`."""
-    from transformers import TextStreamer
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with quiet_transformers():
-        model, tokenizer = load(args.path, args.num_loops)
-        model.to(device)
+    model, tokenizer = load(args.path, args.num_loops)
+    model.to(device)
     (encoded,) = tokenizer.encode_batch([args.prompt])
     ids = encoded[:-1].tolist() or [tokenizer.eos_id]  # a document follows the end of another
     if len(ids) + args.max_new_tokens > (context := model.config.max_position_embeddings):
@@ -83,6 +80,8 @@ def generate(args: GenerateArgs) -> list[int]:
             f"the prompt has {len(ids)} tokens and max_new_tokens is {args.max_new_tokens}; together they must be at "
             f"most the model's context, {context}"
         )
+    from transformers import TextStreamer
+
     sampling = {"temperature": args.temperature, "top_k": args.top_k or 0, "top_p": args.top_p or 1.0}
     torch.manual_seed(derive_seed(args.seed, "generate"))
     output = model.generate(
@@ -103,6 +102,7 @@ def load(path: Path, num_loops: int | None = None) -> tuple[nn.Module, Tokenizer
 
     Raises UserError when `path` is neither, is damaged, or holds a model that cannot run `num_loops` times.
     """
+    require_transformers(f"loading {path}")
     is_export = (path / "config.json").exists()
     if is_export:
         name, args = read_args(path)
@@ -110,12 +110,11 @@ def load(path: Path, num_loops: int | None = None) -> tuple[nn.Module, Tokenizer
         path = find_checkpoint(path)
         state = read_state(path, WAY_ON)
         name = state["model"]["name"]
-        require_export("titan-loom generate", name)
         args = decode_args(name, state["model"]["args"])
     args.visits(num_loops)
 
     export, classes = export_of(name), hf_classes(name)
-    with torch.device("meta"):
+    with quiet_transformers(), torch.device("meta"):
         own = build_model(args).state_dict()
         model = classes.model(classes.config(**to_hf_config(name, args)))
     model.to_empty(device="cpu").tie_weights()
