@@ -37,6 +37,20 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _eval(argv: list[str]) -> None:
+    """Loss and bits per byte: CHECKPOINT_OR_EXPORT --text FILE_OR_FOLDER ... [--num_loops 1 2 4]."""
+    from titan_loom.hub import evaluate
+
+    evaluate.main(argv)
+
+
+def _generate(argv: list[str]) -> None:
+    """Continue a text: CHECKPOINT_OR_EXPORT --prompt TEXT [--temperature T] [--top_k K] [--top_p P] [--num_loops N]."""
+    from titan_loom.hub import generate
+
+    generate.main(argv)
+
+
 def _inspect(argv: list[str]) -> None:
     """Print parameters, layers, visits, optimizer groups and FLOPs: --job.config_file X [--json] [overrides]."""
     config = load_config([word for word in argv if word != "--json"])
@@ -76,6 +90,8 @@ def _pack(argv: list[str]) -> None:
 VERBS: dict[str, Callable[[list[str]], None]] = {
     "convert": _convert,
     "data": _data,
+    "eval": _eval,
+    "generate": _generate,
     "inspect": _inspect,
     "pack": _pack,
     "tokenizer": _tokenizer,

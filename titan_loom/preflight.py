@@ -38,6 +38,7 @@ def preflight(config: JobConfig, world_size: int) -> None:
     from titan_loom.data.loader import data_fingerprint
     from titan_loom.data.sources import is_on_hub, list_sources
     from titan_loom.data.tokenizer import check_tokenizer, load_tokenizer
+    from titan_loom.hub.families import require_transformers
     from titan_loom.training.checkpoint_files import find_start
     from titan_loom.training.run_folder import check_can_be_written
     from titan_loom.training.validation import list_validation
@@ -58,6 +59,8 @@ def preflight(config: JobConfig, world_size: int) -> None:
     if len(listing) == len(config.data.sources):
         fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, tokenizer, listing)
     check_can_be_written(config)
+    if config.checkpoint.last_save_in_hf:
+        require_transformers("checkpoint.last_save_in_hf")
     find_start(config, asdict(args), fingerprint)
 
 

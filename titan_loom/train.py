@@ -38,6 +38,11 @@ def main() -> int:
 
         with closing(Trainer(config)) as trainer:
             trainer.train()
+        # The ranks have parted, so that none waits for this at a collective.
+        if config.checkpoint.last_save_in_hf and os.environ.get("RANK", "0") == "0":
+            from titan_loom.hub.convert import export_last
+
+            export_last(config)
     except (UserError, RunError) as error:
         _wait_for_rank_0()
         print(f"error: {error}", file=sys.stderr)

@@ -38,9 +38,12 @@ def run(folder: Path, *overrides: str, **environment: str) -> tuple[int, str, st
 
 
 def test_a_run_from_another_folder_and_its_second_start(tmp_path):
-    status, output, errors = run(tmp_path, "--training.steps", "3", NGPU="2")
+    export = ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "bfloat16")
+    status, output, errors = run(tmp_path, "--training.steps", "3", *export, NGPU="2")
     assert status == 0, errors
     assert output.count("step:  3  loss:") == 1
+    assert output.count("Exported the last checkpoint to run/hf/step-3") == 1
+    assert json.loads((tmp_path / "run" / "hf" / "step-3" / "config.json").read_text())["dtype"] == "bfloat16"
     assert [row["step"] for row in runs.metrics(tmp_path)] == [1, 2, 3]
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {
         "config.toml",

@@ -135,6 +135,10 @@ def test_an_infinite_norm_means_no_clipping():
             {"checkpoint__load_step": "5", "checkpoint__resume": "false"},
             ["checkpoint.load_step is 5", "checkpoint.resume = true"],
         ),
+        (
+            {"checkpoint__last_save_in_hf": "true", "checkpoint__enable": "false"},
+            ["checkpoint.last_save_in_hf is true", "checkpoint.enable = true"],
+        ),
         ({"checkpoint__folder": "/tmp/x"}, ["checkpoint.folder is '/tmp/x'", "inside job.dump_folder"]),
         ({"checkpoint__folder": ""}, ["checkpoint.folder is ''"]),
         ({"metrics__save_tb_folder": "../x"}, ["metrics.save_tb_folder is '../x'"]),

@@ -51,6 +51,12 @@ def test_a_good_run_passes_with_any_number_of_processes_that_divides(sentence):
     assert "training.global_batch_size is 4" in sentence(world_size=4)
 
 
+def test_an_export_that_could_not_be_made_is_found_at_start(sentence, monkeypatch):
+    monkeypatch.setattr("titan_loom.hub.families.find_spec", lambda name: None if name == "transformers" else name)
+    assert sentence() is None
+    assert sentence("--checkpoint.last_save_in_hf").startswith("checkpoint.last_save_in_hf needs transformers: pip")
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [

@@ -100,7 +100,7 @@ AT_MOST = {
 MAX_ENCODE_BATCH_SIZE = 1 << 16
 MAX_STEPS = 10**9
 UNLIMITED = ["training.max_norm", "guard.delta", "guard.relative_delta", "guard.max_delta"]  # inf: no limit
-RUN_FILES = [".lock", "config.toml", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
+RUN_FILES = [".lock", "config.toml", "hf", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
 """What else a run keeps in `job.dump_folder`."""
 
 
@@ -348,6 +348,8 @@ def _check_checkpoint(checkpoint: Checkpoint) -> None:
         raise UserError(
             f"checkpoint.load_step is {checkpoint.load_step}; it needs checkpoint.resume = true, which is false"
         )
+    if checkpoint.last_save_in_hf and not checkpoint.enable:
+        raise UserError("checkpoint.last_save_in_hf is true; it needs checkpoint.enable = true, which is false")
 
 
 def _check_folder(key: str, folder: str) -> None:

@@ -431,6 +431,13 @@ class Checkpoint:
     initial_load_model_only: bool = True
     """Take only the weights from `initial_load_path`, not optimizers, data position and counters."""
 
+    last_save_in_hf: bool = False
+    """When the run is over, export its last checkpoint for transformers, as `titan-loom convert to-hf` does, to
+    `hf/step-N` inside `[job] dump_folder`. Needs the extra `export`."""
+
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """dtype of the weights in exports."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:

@@ -15,18 +15,20 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from titan_loom.config import JobConfig
 from titan_loom.data.tokenizer import BOS, DEFAULT_PATH, EOS, PAD, Tokenizer, load_tokenizer
 from titan_loom.errors import RunError, UserError
 from titan_loom.hub.card import metrics_until, model_card, training_metadata
 from titan_loom.hub.check import check_export, check_tokens
 from titan_loom.hub.checkpoints import WAY_ON, find_checkpoint, read_tensors, write_checkpoint
-from titan_loom.hub.families import code_files, decode_args, export_of, hf_classes, require_transformers
-from titan_loom.models import FAMILIES, build_model
+from titan_loom.hub.exports import read_args, read_json, read_weights
+from titan_loom.hub.families import code_files, decode_args, export_of, hf_classes, require_transformers, to_hf_config
+from titan_loom.models import build_model
+from titan_loom.tools.logging import logger
 from titan_loom.training.checkpoint import make_empty
-from titan_loom.training.checkpoint_files import STEP_FOLDER, read_state
+from titan_loom.training.checkpoint_files import STEP_FOLDER, checkpoint_folder, read_state
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -93,7 +95,7 @@ def to_hf(checkpoint: Path, out: Path, dtype: Dtype = "float32", tokenizer_path:
     state = read_state(checkpoint, WAY_ON)
     name = state["model"]["name"]
     args = decode_args(name, state["model"]["args"])
-    tokenizer = _tokenizer_of(checkpoint, state, tokenizer_path)
+    tokenizer = tokenizer_of(checkpoint, state, tokenizer_path)
     aside = out.with_name(f".{out.name}.writing")
     tokens = check_tokens(args.vocab_size, args.max_seq_len)
     try:
@@ -119,6 +121,15 @@ def to_hf(checkpoint: Path, out: Path, dtype: Dtype = "float32", tokenizer_path:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def export_last(config: JobConfig) -> None:
+    """What `[checkpoint] last_save_in_hf` asks for, once the run is over. Raises as `main`."""
+    step = f"step-{config.training.num_steps}"
+    out = Path(config.job.dump_folder) / "hf" / step
+    shutil.rmtree(out, ignore_errors=True)  # of a run that this one replaced
+    to_hf(checkpoint_folder(config) / step, out, config.checkpoint.export_dtype, config.model.tokenizer_path)
+    logger.info(f"Exported the last checkpoint to {out}")
+
+
 def load_model(checkpoint: Path, state: dict[str, Any], args: Any) -> nn.Module:
     """The trainer's model with the weights of `checkpoint`, in fp32 on the CPU."""
     with torch.device("meta"):
@@ -136,7 +147,7 @@ def _require_absent(path: Path) -> None:
 def _write_config(folder: Path, name: str, args: Any, dtype: Dtype) -> None:
     prefix = export_of(name).NAME
     config = hf_classes(name).config(
-        **export_of(name).to_hf_config(args),
+        **to_hf_config(name, args),
         dtype=dtype,
         architectures=[f"{prefix}ForCausalLM"],
         auto_map={
@@ -189,7 +200,7 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return model.logits(model(tokens).hidden)
 
 
-def _tokenizer_of(checkpoint: Path, state: dict[str, Any], path: str | None) -> Tokenizer:
+def tokenizer_of(checkpoint: Path, state: dict[str, Any], path: str | None) -> Tokenizer:
     """The tokenizer that the run trained with, found in the checkpoint, at `path` or where the run had it."""
     if path is None and (checkpoint / TOKENIZER).exists():
         path = str(checkpoint)
@@ -212,63 +223,19 @@ def _metrics_of(checkpoint: Path, state: dict[str, Any]) -> str:
 def from_hf(folder: Path, checkpoint: Path) -> None:
     """Make the checkpoint `checkpoint`, in fp32, of the export in `folder`. Raises as `main`."""
     _require_absent(checkpoint)
-    config = _read_json(folder / "config.json")
-    name = config.get("model_type")
-    if name not in FAMILIES:
-        raise UserError(f"{folder} holds a model of the type {name!r}; it must be one of {', '.join(FAMILIES)}")
-    args = decode_args(name, export_of(name).from_hf_config(config))
-    state = _read_json(folder / METADATA) if (folder / METADATA).exists() else _untrained()
+    name, args = read_args(folder)
+    state = read_json(folder / METADATA) if (folder / METADATA).exists() else _untrained()
     state |= {"model": {"name": name, "args": asdict(args)}, "lanes": {}}
     if STEP_FOLDER.fullmatch(checkpoint.name) and checkpoint.name != f"step-{state['step']}":
         raise UserError(
             f"{checkpoint} would be of step {state['step']}; choose the name step-{state['step']} or another"
         )
-    with torch.device("meta"):
-        model = build_model(args)
-    tensors = {}
-    weights = _read_weights(folder)
-    for own_name, tensor in model.state_dict().items():
-        hf_name, shape = _name_and_shape(name, own_name, tensor)
-        if hf_name not in weights:
-            raise UserError(f"{folder} has no tensor {hf_name}")
-        found = weights.pop(hf_name)
-        if found.shape != shape:
-            raise UserError(f"{folder}: {hf_name} has the shape {list(found.shape)} instead of {list(shape)}")
-        tensors[f"model.{own_name}"] = found.to(tensor.dtype).reshape(tensor.shape)
-    if weights:
-        raise UserError(f"{folder} has tensors that are not the model's: {', '.join(sorted(weights))}")
+    tensors = {f"model.{key}": tensor for key, tensor in read_weights(folder, name, args).items()}
     others = {file: (folder / file).read_bytes() for file in (TOKENIZER, METRICS) if (folder / file).exists()}
     try:
         write_checkpoint(checkpoint, state, tensors, others)
     except OSError as error:
         raise RunError(f"{checkpoint} could not be written: {error}") from error
-
-
-def _name_and_shape(family: str, name: str, tensor: Tensor) -> tuple[str, torch.Size]:
-    hf_name, view = export_of(family).to_hf_tensor(name, tensor)
-    return hf_name, view.shape
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, mapped from its files: they take memory as they are used."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} has no .safetensors file")
-    weights = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                weights |= {key: file.get_tensor(key) for key in file.offset_keys()}
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
-    return weights
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _untrained() -> dict[str, Any]:

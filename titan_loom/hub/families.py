@@ -1,6 +1,6 @@
 """A model family's part of the export: its arguments from plain data, its code for transformers.
 
-A family with `models/<name>/export.py` can be exported. The transformers code is in `models/<name>/hf/`, as
+`models/<name>/export.py` has its names for transformers; the code that exports carry is in `models/<name>/hf/`, as
 `configuration_<name>.py` and `modeling_<name>.py`.
 """
 
@@ -32,9 +32,7 @@ def require_transformers(what: str) -> None:
 
 
 def export_of(name: str) -> ModuleType:
-    """`titan_loom.models.<name>.export`. Raises UserError when there is no such family, or it has no export."""
-    if name not in FAMILIES or find_spec(f"titan_loom.models.{name}.export") is None:
-        raise UserError(f"models of the family {name!r} cannot be converted")
+    """`titan_loom.models.<name>.export`."""
     return import_module(f"titan_loom.models.{name}.export")
 
 
@@ -42,6 +40,19 @@ def decode_args(name: str, values: dict[str, Any]) -> Any:
     """The family's arguments from plain data. Raises UserError when they describe no model."""
     args_class = type(next(iter(FAMILIES[name].values())))
     return decode(args_class, {key: value for key, value in values.items() if value is not None}, prefix="model.args")
+
+
+def to_hf_config(name: str, args: Any) -> dict[str, Any]:
+    """The arguments of the family's transformers configuration."""
+    keys = export_of(name).CONFIG_KEYS
+    return {keys.get(field, field): value for field, value in vars(args).items()}
+
+
+def from_hf_config(name: str, config: dict[str, Any]) -> Any:
+    """The family's arguments from a `config.json`. Raises UserError when it describes no model."""
+    keys = export_of(name).CONFIG_KEYS
+    names = {field: keys.get(field, field) for field in vars(next(iter(FAMILIES[name].values())))}
+    return decode_args(name, {field: config[key] for field, key in names.items() if key in config})
 
 
 def code_files(name: str) -> list[Path]:

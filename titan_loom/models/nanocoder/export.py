@@ -3,16 +3,13 @@
 The code that an export carries is in `hf/`.
 """
 
-from dataclasses import fields
-from typing import Any
-
 from torch import Tensor
 
 from titan_loom.models.nanocoder.args import NanoCoderArgs
 
 NAME = "NanoCoder"  # of the classes in hf/: <NAME>Config, <NAME>ForCausalLM
 
-_CONFIG_KEYS = {
+CONFIG_KEYS = {
     "dim": "hidden_size",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
@@ -22,17 +19,6 @@ _CONFIG_KEYS = {
     "init_std": "initializer_range",
 }
 """Arguments that have another name in transformers."""
-
-
-def to_hf_config(args: NanoCoderArgs) -> dict[str, Any]:
-    """The arguments of the transformers configuration."""
-    return {_CONFIG_KEYS.get(name, name): value for name, value in vars(args).items()}
-
-
-def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The values of the arguments in a `config.json`, as plain data."""
-    names = {field.name: _CONFIG_KEYS.get(field.name, field.name) for field in fields(NanoCoderArgs)}
-    return {name: config[key] for name, key in names.items() if key in config}
 
 
 def to_hf_tensor(name: str, tensor: Tensor) -> tuple[str, Tensor]:
