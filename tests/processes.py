@@ -6,27 +6,27 @@ imports. A process that fails brings its traceback; one that hangs is killed.
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from multiprocessing.connection import wait
 
-TIMEOUT_SECONDS = 55
+import torch
+
+TIMEOUT_SECONDS = 120
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "titan_loom.trainer"])
+_context.set_forkserver_preload(["titan_loom.trainer", "torch._dynamo", "torch._inductor.pattern_matcher"])
 
 
 def run(function, world_size: int = 1, *args) -> list:
     """Call `function(*args)` on `world_size` ranks; results in rank order."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Here and not in rank 0, as under torchrun: another run of processes cannot take its port.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     receivers, processes = [], []
     for rank in range(world_size):
         receiver, sender = _context.Pipe(duplex=False)
         receivers.append(receiver)
-        processes.append(_context.Process(target=_worker, args=(function, rank, world_size, port, sender, args)))
+        processes.append(_context.Process(target=_worker, args=(function, rank, world_size, store.port, sender, args)))
         processes[-1].start()
         sender.close()
     try:
@@ -64,10 +64,10 @@ def _worker(function, rank, world_size, port, sender, args):
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
         LOG_RANK="",
     )
-    import torch
-
     torch.set_num_threads(1)
     try:
         sender.send((False, function(*args)))
