@@ -91,7 +91,7 @@ AT_MOST = {
 MAX_ENCODE_BATCH_SIZE = 1 << 16
 MAX_STEPS = 10**9
 UNLIMITED = ["training.max_norm"]  # inf: no clipping
-RUN_FILES = [".lock", "config.toml", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
+RUN_FILES = [".lock", ".config.toml", "config.toml", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
 """What else a run keeps in `job.dump_folder`."""
 
 
