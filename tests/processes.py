@@ -1,14 +1,18 @@
 """Runs a function in one or several processes that share a gloo process group, and returns what each returned.
 
 The processes come from a fork server that has imported torch once, so that a test pays for its work and not for
-imports. A process that fails brings its traceback; one that hangs is killed.
+imports. A process that fails brings its traceback; one that hangs is killed. Below: what tests of run_train.sh do with
+the processes that it starts.
 """
 
 import multiprocessing
 import os
+import signal
+import subprocess
 import time
 import traceback
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import torch
 
@@ -74,3 +78,27 @@ def _worker(function, rank, world_size, port, sender, args):
     except BaseException:
         sender.send((True, traceback.format_exc()))
         raise SystemExit(1) from None
+
+
+def read_until(process: subprocess.Popen, text: str) -> None:
+    """Read the output of `process` up to the first line with `text` in it."""
+    assert any(text in line for line in process.stdout), f"the output ended without {text!r}"
+
+
+def descendants(pid: int) -> list[int]:
+    children = list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    return children + [descendant for child in children for descendant in descendants(child)]
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    for pid in (process.pid, *descendants(process.pid)):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def assert_gone(pids: list[int], seconds: float) -> None:
+    """Wait for `pids` to end, at most for `seconds`."""
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a process outlived the one that started it"
+        time.sleep(0.05)
