@@ -1,4 +1,9 @@
+import os
+
 import pytest
+
+# Models are tiny and several processes run at a time: more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

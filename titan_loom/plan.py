@@ -141,15 +141,13 @@ class _FakeTrainer(Trainer):
                 inputs=torch.zeros(rows, training.seq_len, dtype=torch.int64),
                 labels=torch.zeros(rows, training.seq_len, dtype=torch.int64),
                 sources=torch.zeros(rows, dtype=torch.int64),
+                positions=None,
                 lane_states={},
                 filtered=None,
                 read_seconds={},
             )
-            self.optimizers.zero_grad()
             num_loops = None if loops.sampling == "fixed" else loops.maximum
-            self.forward_backward(batch, training.tokens_per_step, num_loops)
-            self._clip()
-            self.optimizers.step()
+            self.train_segments(batch, training.tokens_per_step, num_loops)
         return self._meter.peak, self._meter.calls, self._meter.nbytes
 
     def close(self) -> None:

@@ -36,29 +36,43 @@ def complete(folder) -> list[int]:
     return complete_steps(folder / "run" / "checkpoint")
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A run of two processes with checkpoints of the steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("original")
+    runs.train(folder, "--checkpoint.interval", "2", "--training.steps", "6", world_size=2)
+    return folder
+
+
+@pytest.fixture
+def finished(original, tmp_path):
+    """The newest checkpoint of a copy of that run in `tmp_path`."""
+    shutil.copytree(original, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run" / "checkpoint" / "step-6"
+
+
 def test_retention_counts_complete_checkpoints_only(tmp_path):
     broken = tmp_path / "run" / "checkpoint" / "step-1000"
     broken.mkdir(parents=True)
-    runs.train(tmp_path, "--checkpoint.interval", "4", "--checkpoint.keep_latest_k", "2")
-    assert complete(tmp_path) == [16, 20]
+    runs.train(tmp_path, *("--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "2", "--training.steps", "6"))
+    assert complete(tmp_path) == [4, 6]
     assert broken.exists()
 
 
 def test_a_half_written_checkpoint_is_passed_over(tmp_path):
-    runs.train(tmp_path, "--checkpoint.interval", "5", "--training.steps", "10")
-    expected = runs.train(tmp_path, "--training.steps", "20")
-    (tmp_path / "run" / "checkpoint" / "step-20" / "train_state.json").unlink()
-    rows = runs.train(tmp_path, "--training.steps", "20")
-    assert complete(tmp_path) == [5, 10, 20]
+    expected = runs.train(tmp_path, "--checkpoint.interval", "2", "--training.steps", "5")
+    (tmp_path / "run" / "checkpoint" / "step-5" / "train_state.json").unlink()
+    rows = runs.train(tmp_path, "--training.steps", "5")
+    assert complete(tmp_path) == [2, 4, 5]
     assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 
 
-def test_continuing_from_an_older_step_sets_the_later_ones_aside(tmp_path):
-    expected = runs.train(tmp_path, "--checkpoint.interval", "5")
-    rows = runs.train(tmp_path, "--checkpoint.load_step", "10", "--training.steps", "12")
-    assert [row["loss"] for row in rows] == [row["loss"] for row in expected[:12]]
-    assert complete(tmp_path) == [5, 10, 12]
-    assert (tmp_path / "run" / "checkpoint" / "step-20.superseded-1").exists()
+def test_continuing_from_an_older_step_sets_the_later_ones_aside(tmp_path, finished):
+    expected = runs.metrics(tmp_path)
+    rows = runs.train(tmp_path, "--checkpoint.load_step", "2", "--training.steps", "3", world_size=2)
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected[:3]]
+    assert complete(tmp_path) == [2, 3]
+    assert finished.with_name("step-6.superseded-1").exists()
 
 
 def test_a_new_run_starts_from_the_weights_of_another(tmp_path):
@@ -71,11 +85,10 @@ def test_a_new_run_starts_from_the_weights_of_another(tmp_path):
     assert new[0]["loss"] < old[0]["loss"] - 0.1
 
 
-def test_the_state_beside_the_tensors_is_readable_json(tmp_path):
-    runs.train(tmp_path, "--training.steps", "2")
-    state = json.loads((tmp_path / "run" / "checkpoint" / "step-2" / "train_state.json").read_text())
-    assert state["step"] == 2
-    assert state["tokens_seen"] == 2 * 8 * 64 == sum(state["source_tokens"].values())
+def test_the_state_beside_the_tensors_is_readable_json(finished):
+    state = json.loads((finished / "train_state.json").read_text())
+    assert state["step"] == 6
+    assert state["tokens_seen"] == 6 * 8 * 64 == sum(state["source_tokens"].values())
     assert sorted(state["lanes"]) == ["0", "1", "2", "3"]
     assert state["config"]["training"]["seq_len"] == 64
     assert {"torch", "titan_loom"} <= state["versions"].keys()
@@ -86,25 +99,15 @@ class _Malicious:
         return os.mkdir, ("planted",)
 
 
-def test_a_planted_pickle_is_refused_and_not_run(tmp_path, monkeypatch):
-    runs.train(tmp_path, "--training.steps", "2")
-    path = tmp_path / "run" / "checkpoint" / "step-2"
-    (path / ".metadata").write_bytes(pickle.dumps(_Malicious()))
-    state = read_state(path, "")
-    state["files"][".metadata"] = checksum(path / ".metadata")  # whoever plants it can add it up as well
-    write_state(path, state)
+def test_a_planted_pickle_is_refused_and_not_run(tmp_path, finished, monkeypatch):
+    (finished / ".metadata").write_bytes(pickle.dumps(_Malicious()))
+    state = read_state(finished, "")
+    state["files"][".metadata"] = checksum(finished / ".metadata")  # whoever plants it can add it up as well
+    write_state(finished, state)
     monkeypatch.chdir(tmp_path)
-    for sentence in processes.run(_sentence, 2, start(tmp_path, "--training.steps", "3")):
-        assert f"{path} is damaged" in sentence and "has no place in a checkpoint of tensors" in sentence
+    for sentence in processes.run(_sentence, 2, start(tmp_path, "--training.steps", "7")):
+        assert f"{finished} is damaged" in sentence and "has no place in a checkpoint of tensors" in sentence
     assert not (tmp_path / "planted").exists()
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of two processes with checkpoints of the steps 2, 4 and 6."""
-    folder = tmp_path_factory.mktemp("finished")
-    runs.train(folder, "--checkpoint.interval", "2", "--training.steps", "6", world_size=2)
-    return folder
 
 
 def _invert_bytes(path):
@@ -123,19 +126,15 @@ def _invert_bytes(path):
 )
 def test_a_damaged_file_is_one_sentence_with_a_way_on(finished, tmp_path, file, damage, what):
     """Inverted bytes were once loaded as weights, and a missing file was a traceback."""
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "run" / "checkpoint" / "step-6"
-    damage(path / file)
-    expected = f"checkpoint {path} is damaged, {file} {what}.*: continue .* with --checkpoint.load_step 4"
+    damage(finished / file)
+    expected = f"checkpoint {finished} is damaged, {file} {what}.*: continue .* with --checkpoint.load_step 4"
     for sentence in processes.run(_sentence, 2, start(tmp_path, "--training.steps", "7")):
         assert re.fullmatch(expected, sentence)
     assert complete(tmp_path) == [2, 4, 6]
-    assert processes.run(_sentence, 1, start(tmp_path, "--checkpoint.load_step", "4")) == [None]
 
 
 def test_nothing_is_set_aside_or_deleted_for_a_checkpoint_that_cannot_be_read(finished, tmp_path):
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    folder = tmp_path / "run" / "checkpoint"
+    folder = finished.parent
     _invert_bytes(folder / "step-2" / "__0_0.distcp")
     before = (tmp_path / "run" / "config.toml").read_text()
     sentences = processes.run(_sentence, 1, start(tmp_path, "--checkpoint.load_step", "2"))
@@ -146,6 +145,7 @@ def test_nothing_is_set_aside_or_deleted_for_a_checkpoint_that_cannot_be_read(fi
     assert sentences[0].endswith("choose another checkpoint.initial_load_path")
     assert complete(tmp_path) == [2, 4, 6]
     assert (tmp_path / "run" / "config.toml").read_text() == before
+    assert processes.run(_sentence, 1, start(tmp_path, "--checkpoint.load_step", "4")) == [None]
 
 
 def _failure(argv: list[str], prepare, *args) -> str | None:
@@ -179,24 +179,22 @@ def _fill_disk(trainer, where: str) -> None:
         checkpoint.dcp.FileSystemWriter.write_data = full_disk
 
 
-@pytest.mark.parametrize("where", ["rank 0's folder", "rank 0's state", "rank 0's metrics", "rank 1's tensors"])
-def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(tmp_path, where):
-    runs.train(tmp_path, "--training.steps", "5")
-    for message in processes.run(_failure, 2, start(tmp_path, "--training.steps", "10"), _fill_disk, where):
-        assert re.fullmatch(r".* could not be written.*: \[Errno 28\] No space left on device", message)
-    assert complete(tmp_path) == [5]
-    assert not list((tmp_path / "run" / "checkpoint").glob(".step-*"))
-    assert runs.train(tmp_path, "--training.steps", "10")[-1]["step"] == 10
+def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(tmp_path, finished):
+    for where in ("rank 0's folder", "rank 0's state", "rank 0's metrics", "rank 1's tensors"):
+        for message in processes.run(_failure, 2, start(tmp_path, "--training.steps", "7"), _fill_disk, where):
+            assert re.fullmatch(r".* could not be written.*: \[Errno 28\] No space left on device", message), where
+        assert complete(tmp_path) == [2, 4, 6]
+        assert not list(finished.parent.glob(".step-*"))
+    assert runs.train(tmp_path, "--training.steps", "7")[-1]["step"] == 7
 
 
 def _limit_file_size(trainer) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 
 
-def test_what_the_system_said_is_the_reason_and_not_what_torch_made_of_it(tmp_path):
-    runs.train(tmp_path, "--training.steps", "2")
-    messages = processes.run(_failure, 1, start(tmp_path, "--training.steps", "4"), _limit_file_size)
-    assert messages[0].endswith("step-4 could not be written: [Errno 27] File too large")
+def test_what_the_system_said_is_the_reason_and_not_what_torch_made_of_it(tmp_path, finished):
+    messages = processes.run(_failure, 1, start(tmp_path, "--training.steps", "7"), _limit_file_size)
+    assert messages[0].endswith("step-7 could not be written: [Errno 27] File too large")
 
 
 def _spoil_weights(trainer) -> None:
@@ -206,31 +204,29 @@ def _spoil_weights(trainer) -> None:
         next(trainer.model.parameters()).fill_(float("nan"))
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_says_what_is_left(tmp_path):
-    runs.train(tmp_path, "--training.steps", "2")
+def test_a_loss_that_is_not_finite_ends_the_run_and_says_what_is_left(tmp_path, finished):
     sentence, abort = "the loss is not finite in step {}; {}", ("--guard.action", "abort")
-    messages = processes.run(_failure, 2, start(tmp_path, "--training.steps", "4", *abort), _spoil_weights)
-    assert messages == [sentence.format(3, "the newest checkpoint is of step 2")] * 2
+    messages = processes.run(_failure, 2, start(tmp_path, "--training.steps", "8", *abort), _spoil_weights)
+    assert messages == [sentence.format(7, "the newest checkpoint is of step 6")] * 2
     unsaved = ["--job.dump_folder", str(tmp_path / "unsaved"), "--checkpoint.enable", "false"]
     messages = processes.run(_failure, 1, start(tmp_path, *unsaved, *abort), _spoil_weights)
     assert messages == [sentence.format(1, "nothing was saved")]
-    assert complete(tmp_path) == [2]
+    assert complete(tmp_path) == [2, 4, 6]
 
 
-def test_another_model_and_other_data_are_refused(tmp_path):
+def test_another_model_and_other_data_are_refused(tmp_path, finished):
     from titan_loom.config.loading import load_config
     from titan_loom.training.checkpoint_files import find_start
 
-    runs.train(tmp_path, "--training.steps", "2")
-    folder = ["--job.config_file", str(tmp_path / "small.toml"), "--job.dump_folder", str(tmp_path / "run")]
-    state = json.loads((tmp_path / "run" / "checkpoint" / "step-2" / "train_state.json").read_text())
+    folder = start(tmp_path)
+    state = json.loads((finished / "train_state.json").read_text())
     args, data = state["model"]["args"], state["data"]
-    assert find_start(load_config(folder), args, data).state["step"] == 2
+    assert find_start(load_config(folder), args, data).state["step"] == 6
     with pytest.raises(UserError, match=r"model\.args\.dim is 64 here and 32 there"):
         find_start(load_config(folder), args | {"dim": 64}, data)
     with pytest.raises(UserError, match=r"data\.lanes is 8 .* was made with 4"):
         find_start(load_config(folder), args, data | {"data.lanes": 8})
-    with pytest.raises(UserError, match=r"checkpoint\.load_step is 7 but the steps in .* are: 2"):
+    with pytest.raises(UserError, match=r"checkpoint\.load_step is 7 but the steps in .* are: 2, 4, 6"):
         find_start(load_config([*folder, "--checkpoint.load_step", "7"]), args, data)
     with pytest.raises(UserError, match=r"checkpoint\.resume is false"):
         find_start(load_config([*folder, "--checkpoint.resume", "false"]), args, data)

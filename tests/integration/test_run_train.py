@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import runs
+from tests import processes, runs
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -20,7 +21,7 @@ def start(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen
     return subprocess.Popen(
         [REPOSITORY / "run_train.sh", "--job.dump_folder", "run", *overrides],
         cwd=folder,
-        env=os.environ | {"CONFIG_FILE": "small.toml", "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"CONFIG_FILE": "small.toml"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -33,7 +34,7 @@ def steps(n: int) -> tuple[str, ...]:
 
 def run(folder: Path, *overrides: str, **environment: str) -> tuple[int, str, str]:
     process = start(folder, *overrides, **environment)
-    output, errors = process.communicate(timeout=55)
+    output, errors = process.communicate(timeout=110)
     return process.returncode, output, errors
 
 
@@ -60,8 +61,7 @@ def test_a_run_from_another_folder_and_its_second_start(tmp_path):
 
 
 def test_the_effective_configuration_runs_again_as_it_is(tmp_path):
-    assert run(tmp_path, "--training.steps", "2")[0] == 0
-    first = runs.metrics(tmp_path)
+    first = runs.train(tmp_path, "--training.steps", "2")
     (tmp_path / "run" / "config.toml").rename(tmp_path / "again.toml")
     status, _, errors = run(tmp_path, "--job.dump_folder", "again/run", CONFIG_FILE="again.toml")
     assert status == 0, errors
@@ -69,88 +69,62 @@ def test_the_effective_configuration_runs_again_as_it_is(tmp_path):
 
 
 def test_sigterm_saves_the_step_that_was_running_and_the_run_continues_exactly(tmp_path):
-    status, _, errors = run(tmp_path / "whole", *steps(30))
-    assert status == 0, errors
-    process = start(tmp_path / "stopped", *steps(30), "--metrics.log_freq", "1", NGPU="2")
-    for line in process.stdout:
-        if "step:  5" in line:
-            break
+    expected = runs.train(tmp_path / "whole", *steps(20))
+    process = start(tmp_path / "stopped", *steps(20), "--metrics.log_freq", "1", NGPU="2")
+    processes.read_until(process, "step:  5")
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=55)
+    output, errors = process.communicate(timeout=110)
     assert process.returncode == 1, errors
     assert "stopped by SIGTERM" in output + errors
     saved = [int(path.name[5:]) for path in (tmp_path / "stopped" / "run" / "checkpoint").iterdir()]
-    assert len(saved) == 1 and 5 <= saved[0] < 30
-    assert run(tmp_path / "stopped", *steps(30), NGPU="2")[0] == 0
-    rows, expected = runs.metrics(tmp_path / "stopped"), runs.metrics(tmp_path / "whole")
+    assert len(saved) == 1 and 5 <= saved[0] < 20
+    assert run(tmp_path / "stopped", *steps(20), NGPU="2")[0] == 0
+    rows = runs.metrics(tmp_path / "stopped")
     assert [row["batch_sha256"] for row in rows] == [row["batch_sha256"] for row in expected]
 
 
 def test_a_killed_run_loses_at_most_one_interval(tmp_path):
     overrides = (*steps(24), "--checkpoint.interval", "4", "--metrics.log_freq", "1")
-    assert run(tmp_path / "whole", *overrides)[0] == 0
+    expected = runs.train(tmp_path / "whole", *overrides)
     process = start(tmp_path / "killed", *overrides, "--training.dataloader.num_workers", "2")
-    for line in process.stdout:
-        if "step: 11" in line:
-            break
-    children = descendants(process.pid)
-    for pid in (process.pid, *children):
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
+    processes.read_until(process, "step: 11")
+    processes.kill_tree(process)
+    reached = len(runs.metrics(tmp_path / "killed"))
     status, output, errors = run(tmp_path / "killed", *overrides)
     assert status == 0, errors
-    assert "Training starts at step 9" in output or "Training starts at step 13" in output
+    saved = int(re.search(r"Training starts at step (\d+)", output)[1]) - 1
+    assert saved % 4 == 0 and 0 <= reached - saved <= 4
     keys = ("step", "loss", "grad_norm", "batch_sha256")
-    rows, expected = runs.metrics(tmp_path / "killed"), runs.metrics(tmp_path / "whole")
+    rows = runs.metrics(tmp_path / "killed")
     assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected]
 
 
 def test_workers_leave_when_the_launcher_is_killed(tmp_path):
     process = start(tmp_path, *steps(100_000), "--metrics.log_freq", "1", "--checkpoint.interval", "100000")
-    for line in process.stdout:
-        if "step:  3" in line:
-            break
-    workers = descendants(process.pid)
+    processes.read_until(process, "step:  3")
+    workers = processes.descendants(process.pid)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline, "a worker outlived its launcher"
-        time.sleep(0.2)
+    processes.assert_gone(workers, seconds=20)
     assert list((tmp_path / "run" / "checkpoint").glob("step-*"))
 
 
 def test_a_worker_that_has_just_started_leaves_with_its_launcher(tmp_path):
     """It once waited 300 seconds for the others to join."""
     process = start(tmp_path, NGPU="2")
-    while len(workers := descendants(process.pid)) < 2:
+    while len(workers := processes.descendants(process.pid)) < 2:
         time.sleep(0.01)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline, "a worker outlived its launcher"
-        time.sleep(0.1)
-
-
-def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children] + [pid for child in children for pid in descendants(int(child))]
+    processes.assert_gone(workers, seconds=10)
 
 
 @pytest.mark.parametrize(
     ("overrides", "key", "hint"),
     [
-        (["--training.stepz", "3"], "training.stepz", "training.steps"),
-        (["--training.steps", "many"], "training.steps", "many"),
-        (["--training.global_batch_size", "9"], "training.global_batch_size", "9"),
-        (["--data.lanes", "3"], "data.lanes", "3"),
-        (["--model.args.vocab_size", "8000"], "8,192", "8,000"),
-        (["--training.seq_len", "8192"], "training.seq_len", "4096"),
-        (["--data.sources.code.path", "nowhere"], "data.sources.code.path", "nowhere"),
-        (["--checkpoint.load_step", "7"], "checkpoint.load_step", "7"),
-        (["--model.expected_parameters", "5"], "model.expected_parameters", "5"),
-        (["--parallelism.expected_world_size", "8"], "parallelism.expected_world_size", "8"),
+        (["--training.steps", "many"], "training.steps", "many"),  # without torch
+        (["--data.sources.code.path", "nowhere"], "data.sources.code.path", "nowhere"),  # by the launcher
+        (["--model.expected_parameters", "5"], "model.expected_parameters", "5"),  # with the model, by the workers
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(tmp_path, overrides, key, hint):

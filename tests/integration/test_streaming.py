@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import runs
+from tests import processes, runs
 from tests.hub_server import FOREVER, HubServer, fineweb_parts, readme, stack_parts
-from tests.integration.test_run_train import descendants
 
 REPOSITORY = Path(__file__).parents[2]
 STACK, FINEWEB = "HuggingFaceCode/stack-v3-train", "HuggingFaceFW/fineweb-edu"
@@ -43,7 +42,7 @@ def hub():
 
 def start(hub: HubServer, folder: Path, *overrides: str, **environment: str) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
-    environment = {"CONFIG_FILE": "train_configs/nanocoder.toml", "OMP_NUM_THREADS": "1", **environment}
+    environment = {"CONFIG_FILE": "train_configs/nanocoder.toml", **environment}
     return subprocess.Popen(
         [REPOSITORY / "run_train.sh", "--job.dump_folder", "run", *SMALL, *overrides],
         cwd=folder,
@@ -64,15 +63,6 @@ def hashes(folder: Path) -> list[str]:
     return [row["batch_sha256"] for row in runs.metrics(folder)]
 
 
-def kill_tree(process: subprocess.Popen) -> list[int]:
-    """The processes that -9 went to."""
-    tree = [process.pid, *descendants(process.pid)]
-    for pid in tree:
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
-    return tree
-
-
 def test_a_streamed_run_that_is_killed_continues_exactly(hub, tmp_path):
     status, _, errors = run(hub, tmp_path / "whole")
     assert status == 0, errors
@@ -82,11 +72,9 @@ def test_a_streamed_run_that_is_killed_continues_exactly(hub, tmp_path):
 
     # At a random moment after the first checkpoint, which the branch has left behind when the run goes on.
     process = start(hub, tmp_path / "killed")
-    for line in process.stdout:
-        if "step: 10" in line:
-            break
+    processes.read_until(process, "step: 10")
     time.sleep(random.uniform(0, 1))
-    kill_tree(process)
+    processes.kill_tree(process)
     assert 10 <= len(hashes(tmp_path / "killed")) < 30
     hub.commit(STACK, stack_parts(2, 40, seed=9, row_group_size=15))
     status, output, errors = run(hub, tmp_path / "killed")
@@ -115,9 +103,7 @@ def test_a_source_that_is_gone_ends_the_run_with_one_sentence_after_saving(hub, 
     process = start(
         hub, tmp_path, *overrides, "--training.local_batch_size", "8", "--checkpoint.interval", "100000", NGPU="2"
     )
-    for line in process.stdout:
-        if "step:  3" in line:
-            break
+    processes.read_until(process, "step:  3")
     hub.fault("data/train", do="status", times=FOREVER)
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 1, errors
@@ -137,13 +123,9 @@ def test_while_one_rank_waits_the_others_say_so_and_a_signal_saves(hub, tmp_path
     process = start(
         hub, tmp_path, *overrides, "--training.local_batch_size", "8", "--checkpoint.interval", "100000", NGPU="2"
     )
-    for line in process.stdout:
-        if "step:  3" in line:
-            break
+    processes.read_until(process, "step:  3")
     hub.fault("data/", do="stall", seconds=100, times=FOREVER)
-    for line in process.stdout:
-        if "waits for the data of ranks" in line:
-            break
+    processes.read_until(process, "waits for the data of ranks")
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=50)
     assert process.returncode == 1
@@ -156,36 +138,22 @@ def test_while_one_rank_waits_the_others_say_so_and_a_signal_saves(hub, tmp_path
 
 def test_stuck_data_workers_do_not_outlive_a_killed_trainer(hub, tmp_path):
     process = start(hub, tmp_path, *ENDLESS)
-    for line in process.stdout:
-        if "step:  3" in line:
-            break
+    processes.read_until(process, "step:  3")
     hub.fault("resolve", do="stall", seconds=100, times=FOREVER)
     time.sleep(1)
-    (trainer,) = descendants(process.pid)[:1]
-    workers = descendants(trainer)
+    (trainer,) = processes.descendants(process.pid)[:1]
+    workers = processes.descendants(trainer)
     assert len(workers) == 2
     os.kill(trainer, signal.SIGKILL)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline, "a data worker outlived its trainer"
-        time.sleep(0.1)
+    processes.assert_gone(workers, seconds=5)
 
 
 @pytest.mark.parametrize(
     ("overrides", "environment", "key", "hint"),
     [
-        (
-            ["--data.sources.stack_v3.path", "HuggingFaceCode/stack-v4"],
-            {},
-            "sources.stack_v3.path",
-            "check the spelling",
-        ),
         (["--data.sources.fineweb_edu.config", "sample-1BT"], {}, "fineweb_edu.config", "sample-10BT"),
-        (["--data.sources.stack_v3.revision", "v9"], {}, "stack_v3.revision", "v9"),
-        (["--data.sources.stack_v3.format", "text"], {}, "stack_v3.format", "repo_path"),
-        ([], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "stack_v3.path", "embedded:code"),
         ([], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE", "embedded:code"),
     ],
 )

@@ -1,4 +1,3 @@
-import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -16,35 +15,37 @@ MODES = {
 }
 
 
-def graphs_by_step(layout: Layout, loops: list[tuple[int, int | None]]) -> list[int]:
+def graphs_by_step(layouts: list[Layout], loops: list[tuple[int, int | None]]) -> list[list[int]]:
     """Graphs compiled after each step; rates, coefficients and decay change, and so do loops, differentiated or not."""
     dist.init_process_group("gloo")
-    torch._dynamo.reset()
-    counters.clear()
-    run, graphs = Run(layout), []
-    for step, (num_loops, backprop_loops) in enumerate(loops):
-        object.__setattr__(layout, "num_loops", num_loops)
-        object.__setattr__(layout, "backprop_loops", backprop_loops)
-        run.optimizers.set_weight_decay(0.1 / (step + 1))
-        run.step(step)
-        graphs.append(counters["stats"]["unique_graphs"])
+    graphs = []
+    for layout in layouts:
+        torch._dynamo.reset()
+        counters.clear()
+        run = Run(layout)
+        graphs.append([])
+        for step, (num_loops, backprop_loops) in enumerate(loops):
+            object.__setattr__(layout, "num_loops", num_loops)
+            object.__setattr__(layout, "backprop_loops", backprop_loops)
+            run.optimizers.set_weight_decay(0.1 / (step + 1))
+            run.step(step)
+            graphs[-1].append(counters["stats"]["unique_graphs"])
     dist.destroy_process_group()
     return graphs
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_graph_serves_every_layer_visit_and_number_of_loops(mode):
+def test_one_graph_serves_every_layer_visit_and_number_of_loops():
     """The first block called with x and x0 the same tensor once cost a second graph."""
-    layout = Layout(compile=True, loop_unit="block", **MODES[mode])
+    layouts = [Layout(compile=True, loop_unit="block", **mode) for mode in MODES.values()]
     loops = [(n, None) for n in (2, 4, 1, 8, 3)]
     # Per loop, blocks in it are wrapped otherwise than the others. The loss: a full chunk, and the rest of the tokens.
-    of_blocks, of_loss = 2 if mode == "loop" else 1, 2
-    assert processes.run(graphs_by_step, 1, layout, loops) == [[of_blocks + of_loss] * 5]
+    expected = {mode: [(2 if mode == "loop" else 1) + 2] * 5 for mode in MODES}
+    assert dict(zip(MODES, processes.run(graphs_by_step, 1, layouts, loops)[0], strict=True)) == expected
 
 
 def test_what_runs_without_gradient_costs_one_more_graph():
-    layout = Layout(compile=True)
-    assert processes.run(graphs_by_step, 1, layout, [(4, 1), (2, 1), (8, 2), (1, 1)]) == [[4] * 4]
+    layouts = [Layout(compile=True)]
+    assert processes.run(graphs_by_step, 1, layouts, [(4, 1), (2, 1), (8, 2), (1, 1)]) == [[[4] * 4]]
 
 
 def double(x):

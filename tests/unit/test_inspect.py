@@ -86,6 +86,6 @@ def test_a_model_that_no_memory_holds_is_one_sentence():
     """It once ended in the allocator's traceback."""
     with torch.device("meta"):
         fits, huge = build_model(FLAVORS["minicoder"]), build_model(replace(FLAVORS["debug"], ngram_rows=10**12))
-    check_fits(fits, torch.device("cpu"), 1)
+    check_fits(fits, torch.device("cpu"))
     with pytest.raises(UserError, match=r"parameters, [\d,.]+ GiB in each process; this device has [\d.]+ GiB"):
-        check_fits(huge, torch.device("cpu"), 2)
+        check_fits(huge, torch.device("cpu"))

@@ -36,7 +36,7 @@ def test_every_known_character_is_encoded_as_the_library_does_it(library):
 def test_random_texts_are_encoded_as_the_library_does_it(library):
     generator = random.Random(0)
     alphabet = "ab'sdtrevml 0129\t\r\n   .;_-()é ÀŁ–“”’…€±\x0b\x0c\x00\x1c\x1f\x7f\xad<|eos|>"
-    texts = ["".join(generator.choices(alphabet, k=generator.randint(0, 40))) for _ in range(20_000)]
+    texts = ["".join(generator.choices(alphabet, k=generator.randint(0, 40))) for _ in range(5_000)]
     assert all(map(has_known_characters, texts))
     check(library, texts)
 

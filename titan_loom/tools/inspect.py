@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_loom.config.job_config import JobConfig
 from titan_loom.errors import UserError
@@ -59,13 +60,14 @@ def check_expected_parameters(model: nn.Module, expected: int | None) -> None:
         raise UserError(f"model.expected_parameters is {expected:,} but the model of [model] has {found:,} parameters")
 
 
-def check_fits(model: nn.Module, device: torch.device, world_size: int) -> None:
-    """Refuse a model whose weights alone, spread over all processes, exceed the memory of the device.
+def check_fits(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model, sharded and not yet allocated, whose weights alone exceed the memory of the device.
 
     Raises:
         UserError: with the number of parameters and both sizes.
     """
-    needed, total = sum(p.nbytes for p in model.parameters()) / world_size / 2**30, total_memory(device) / 2**30
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    needed, total = sum(tensor.nbytes for tensor in local) / 2**30, total_memory(device) / 2**30
     if needed > total:
         raise UserError(
             f"[model] describes {model.parameter_parts()['total']:,} parameters, {needed:,.1f} GiB in each process; "
