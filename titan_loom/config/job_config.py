@@ -404,6 +404,10 @@ class Compile:
     backend: str = "inductor"
     """torch.compile's backend."""
 
+    mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's mode, for `backend = "inductor"`. `reduce-overhead` replays the blocks as CUDA graphs, for models
+    so small that a GPU waits for the host, and takes memory for it; on a CPU it is `default`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:

@@ -37,7 +37,7 @@ def parallelize(
         UserError: the model has no loops to do something with, or torch is too old.
     """
     apply_activation_checkpoint(model, activation_checkpoint)
-    apply_compile(model, compile)
+    apply_compile(model, compile, device)
     mesh = build_mesh(device, parallelism)
     units = plan_units(model, mesh, parallelism, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     data_parallel = apply_data_parallel(model, units, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
