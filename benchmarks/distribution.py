@@ -57,6 +57,7 @@ def wrap(wrapping: bool | Parallelism):
             compile=Compile(),
             param_dtype=torch.float32,
             reduce_dtype=torch.float32,
+            cpu_offload=False,
             micro_batches=1,
         )
     materialize(model, device, 0)

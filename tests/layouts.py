@@ -63,6 +63,7 @@ class Layout:
     checkpoint: str = "none"
     per: str = "visit"
     compile: bool = False
+    cpu_offload: bool = False
     num_loops: int | None = None
     backprop_loops: int | None = None
     optimizer: str = "AdamW"
@@ -93,6 +94,7 @@ class Run:
             compile=compile,
             param_dtype=dtype,
             reduce_dtype=dtype,
+            cpu_offload=layout.cpu_offload,
             micro_batches=layout.micro_batches,
         )
         materialize(self.model, torch.device("cpu"), 0)

@@ -9,6 +9,7 @@ compiler keep less, so what is counted for activations is an upper bound.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -55,10 +56,11 @@ def main(config: JobConfig, world_size: int) -> None:
     init_logger()
     found = plan(config, world_size)
     rest = found.peak - found.parameters - found.gradients - found.optimizer_state
+    place = " (of the host)" if config.training.enable_cpu_offload else ""
     memory = {
-        "parameters": found.parameters,
-        "gradients": found.gradients,
-        "optimizer state": found.optimizer_state,
+        f"parameters{place}": found.parameters,
+        f"gradients{place}": found.gradients,
+        f"optimizer state{place}": found.optimizer_state,
         "activations, gathered weights, temporaries": rest,
         "memory at the peak": found.peak,
     }
@@ -81,8 +83,8 @@ def plan(config: JobConfig, world_size: int) -> Plan:
     trainer = _FakeTrainer(config)
     accumulation = trainer.micro_batches
     # From the second step on the optimizers have their state. Micro-batches in the middle are all alike.
-    _, calls, nbytes = trainer.step(min(2, accumulation))
-    peak, *totals = trainer.step(min(3, accumulation))
+    _, calls, nbytes = trainer.take_step(min(2, accumulation))
+    peak, *totals = trainer.take_step(min(3, accumulation))
     more = max(0, accumulation - 3)
     all_calls, all_nbytes = (
         {kind: last[kind] + more * (last[kind] - before[kind]) for kind in last}
@@ -109,9 +111,12 @@ class _FakeTrainer(Trainer):
     """The trainer's model, optimizers and step, without its data, its checkpoints and its folder."""
 
     def __init__(self, config: JobConfig):
-        self.config = config = replace(config, compile=Compile())
+        fake = replace(config.comm, mode="fake")
+        self.config = config = replace(config, comm=fake, compile=Compile())
         training = config.training
         self.device = torch.device("cpu")
+        self.step = 0
+        self.guard = SimpleNamespace(judge=lambda *_: None)  # there are no values to judge
         self.micro_batches = training.global_batch_size // (training.local_batch_size * dist.get_world_size())
         self.args = model_args(config.model)
         self.loops = LoopPlan(config.model, training, self.args, config.debug.seed)
@@ -126,14 +131,13 @@ class _FakeTrainer(Trainer):
             self.optimizers = build_optimizers(groups, config.optimizer)
             self._build_schedules()
 
-    def step(self, micro_batches: int) -> tuple[int, Counter, Counter]:
+    def take_step(self, micro_batches: int) -> tuple[int, Counter, Counter]:
         """A step of so many micro-batches, with the most loops that the configuration may draw.
 
         Returns:
             The peak in bytes; calls and bytes by kind of collective.
         """
         training, loops = self.config.training, self.loops
-        self.micro_batches = micro_batches
         rows = training.local_batch_size * micro_batches
         self._meter.reset()
         with self._fake, self._meter:
@@ -141,15 +145,12 @@ class _FakeTrainer(Trainer):
                 inputs=torch.zeros(rows, training.seq_len, dtype=torch.int64),
                 labels=torch.zeros(rows, training.seq_len, dtype=torch.int64),
                 sources=torch.zeros(rows, dtype=torch.int64),
+                positions=None,
                 lane_states={},
                 filtered=None,
                 read_seconds={},
             )
-            self.optimizers.zero_grad()
-            num_loops = None if loops.sampling == "fixed" else loops.maximum
-            self.forward_backward(batch, training.tokens_per_step, num_loops)
-            self._clip()
-            self.optimizers.step()
+            self.train_segments(batch, training.tokens_per_step, None if loops.sampling == "fixed" else loops.maximum)
         return self._meter.peak, self._meter.calls, self._meter.nbytes
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class Trainer:
         self.data_fingerprint, self.listing, start = from_rank0(self._open_run_folder)
 
         self._build_model()
-        materialize(self.model, self.device, config.debug.seed)
+        materialize(self.model, self.device, config.debug.seed, cpu_offload=training.enable_cpu_offload)
         groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
         self.optimizers = build_optimizers(groups, config.optimizer)
         self._build_schedules()
@@ -153,7 +153,8 @@ class Trainer:
         with torch.device("meta"):
             self.model = build_model(self.args).to(getattr(torch, training.dtype))
         check_expected_parameters(self.model, self.config.model.expected_parameters)
-        check_fits(self.model, self.device, self.world_size)
+        if self.config.comm.mode == "default":
+            check_fits(self.model, self.device, self.world_size)
         self.data_parallel = parallelize(
             self.model,
             self.device,
@@ -162,6 +163,7 @@ class Trainer:
             compile=self.config.compile,
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            cpu_offload=training.enable_cpu_offload,
             micro_batches=self.micro_batches,
         )
         self.chunk_losses = compiled(chunk_losses, "loss", self.config.compile)

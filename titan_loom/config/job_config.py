@@ -200,6 +200,11 @@ class Training:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the stored parameters and of the optimizer's state."""
 
+    enable_cpu_offload: bool = False
+    """Keep the stored parameters, the reduced gradients and the optimizer's state in the host's memory, and step there:
+    a GPU holds no more than gathered weights, accumulated gradients and activations, and waits for the host in every
+    step."""
+
     mixed_precision_param: Literal["float32", "bfloat16"] = "bfloat16"
     """dtype of parameters and activations in forward and backward."""
 

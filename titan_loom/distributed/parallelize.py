@@ -21,6 +21,7 @@ def parallelize(
     compile: job_config.Compile,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    cpu_offload: bool,
     micro_batches: int,
 ) -> DataParallel:
     """Checkpoint, compile and shard `model`, in place, without allocating it; every rank calls it.
@@ -28,6 +29,7 @@ def parallelize(
     Args:
         param_dtype: dtype of the gathered parameters and of the activations.
         reduce_dtype: dtype of the gradients' reduction.
+        cpu_offload: the parameters will be allocated in the host's memory.
         micro_batches: of an optimizer step, for the log.
 
     Returns:
@@ -40,6 +42,10 @@ def parallelize(
     apply_compile(model, compile, device)
     mesh = build_mesh(device, parallelism)
     units = plan_units(model, mesh, parallelism, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    data_parallel = apply_data_parallel(model, units, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    data_parallel = apply_data_parallel(
+        model, units, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload
+    )
     logger.info(units.describe(micro_batches))
+    if cpu_offload:
+        logger.info("Parameters, gradients and the optimizer's state stay in the host's memory")
     return data_parallel
