@@ -2,8 +2,8 @@
 
 The trainer's own code builds, shards and steps the model, on tensors that have a shape but no elements, in a process
 group whose collectives return at once. So the layout of a cluster is checked, and its memory and traffic measured, on
-the machine where one writes the configuration. What runs is the CPU's code in eager mode: kernels of a GPU and of the
-compiler keep less, so what is counted for activations is an upper bound.
+the machine where one writes the configuration. What runs is the CPU's code in eager mode, without float8: kernels of a
+GPU and of the compiler keep less, so what is counted for activations is an upper bound.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from titan_loom.config import Compile, JobConfig
+from titan_loom.config import Compile, Float8, JobConfig
 from titan_loom.data.loader import Batch
 from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.distributed.fake import Meter, init_fake_process_group
@@ -112,7 +112,7 @@ class _FakeTrainer(Trainer):
 
     def __init__(self, config: JobConfig):
         fake = replace(config.comm, mode="fake")
-        self.config = config = replace(config, comm=fake, compile=Compile())
+        self.config = config = replace(config, comm=fake, compile=Compile(), float8=Float8())
         training = config.training
         self.device = torch.device("cpu")
         self.step = 0

@@ -161,6 +161,7 @@ class Trainer:
             parallelism=self.config.parallelism,
             activation_checkpoint=self.config.activation_checkpoint,
             compile=self.config.compile,
+            float8=self.config.float8,
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             cpu_offload=training.enable_cpu_offload,

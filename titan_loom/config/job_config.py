@@ -415,6 +415,24 @@ class Compile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Float8:
+    enable: bool = False
+    """Compute the blocks' linear layers in float8, except what `filter_fqns` names. Pays for large layers on a GPU that
+    has it, compiled. Needs torchao (`pip install 'titan-loom[float8]'`)."""
+
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """How values are scaled: one factor for a tensor (fastest), one for a row, one for a row and weight gradients in
+    full precision (most accurate)."""
+
+    filter_fqns: list[str] = field(default_factory=list)
+    """Leave out linear layers with one of these in their name (`attention.output, feed_forward`). Those with a
+    dimension that is no multiple of 16 are left out too, and counted in the log."""
+
+    emulate: bool = False
+    """Give float8's numbers on a device that does not have it, slowly."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     enable: bool = True
     """Save checkpoints. The last step is always saved."""
@@ -494,6 +512,7 @@ class JobConfig:
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
