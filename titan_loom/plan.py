@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from titan_loom.config import Compile, Float8, JobConfig
 from titan_loom.data.loader import Batch
-from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.distributed.fake import Meter, init_fake_process_group
 from titan_loom.distributed.process_group import leave_process_group
 from titan_loom.models import model_args
@@ -82,14 +81,12 @@ def plan(config: JobConfig, world_size: int) -> Plan:
     init_fake_process_group(world_size)
     trainer = _FakeTrainer(config)
     accumulation = trainer.micro_batches
-    # From the second step on the optimizers have their state. Micro-batches in the middle are all alike.
-    _, calls, nbytes = trainer.take_step(min(2, accumulation))
-    peak, *totals = trainer.take_step(min(3, accumulation))
-    more = max(0, accumulation - 3)
-    all_calls, all_nbytes = (
-        {kind: last[kind] + more * (last[kind] - before[kind]) for kind in last}
-        for before, last in zip((calls, nbytes), totals, strict=True)
-    )
+    peak, *totals = trainer.take_step(min(2, accumulation))
+    if accumulation > 2:  # what the second micro-batch has added, every other one adds
+        _, *of_one = trainer.take_step(1)
+        for total, single in zip(totals, of_one, strict=True):
+            total.update({kind: (accumulation - 2) * (total[kind] - single[kind]) for kind in total})
+    calls, nbytes = totals
     parameters = list(trainer.model.parameters())
     units = trainer.data_parallel.units
     padded = sum(unit.numel for unit in [*units.of_blocks, units.root])
@@ -99,8 +96,8 @@ def plan(config: JobConfig, world_size: int) -> Plan:
         optimizer_state=_local_bytes(trainer.optimizers.named_states().values()),
         peak=peak,
         padding=padded / sum(parameter.numel() for parameter in parameters) - 1,
-        calls=all_calls,
-        nbytes=all_nbytes,
+        calls=calls,
+        nbytes=nbytes,
     )
     del parameters
     trainer.close()
@@ -120,7 +117,7 @@ class _FakeTrainer(Trainer):
         self.micro_batches = training.global_batch_size // (training.local_batch_size * dist.get_world_size())
         self.args = model_args(config.model)
         self.loops = LoopPlan(config.model, training, self.args, config.debug.seed)
-        self.tokenizer = load_tokenizer(config.model.tokenizer_path)
+        self.tokenizer = SimpleNamespace(eos_id=0)
         self.source_tokens = dict.fromkeys(config.data.sources, 0)
         self._build_model()
         # FSDP2 takes no meta tensors; until here the parameters are, and the mode has to accept them.
@@ -130,6 +127,11 @@ class _FakeTrainer(Trainer):
             groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
             self.optimizers = build_optimizers(groups, config.optimizer)
             self._build_schedules()
+            # The optimizers get their state, which every step but the first has from its beginning.
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizers.step()
+            self.optimizers.zero_grad()
 
     def take_step(self, micro_batches: int) -> tuple[int, Counter, Counter]:
         """A step of so many micro-batches, with the most loops that the configuration may draw.

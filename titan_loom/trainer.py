@@ -154,7 +154,7 @@ class Trainer:
             self.model = build_model(self.args).to(getattr(torch, training.dtype))
         check_expected_parameters(self.model, self.config.model.expected_parameters)
         if self.config.comm.mode == "default":
-            check_fits(self.model, self.device, self.world_size)
+            check_fits(self.model, torch.device("cpu") if training.enable_cpu_offload else self.device, self.world_size)
         self.data_parallel = parallelize(
             self.model,
             self.device,

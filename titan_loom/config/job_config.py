@@ -478,7 +478,7 @@ class Metrics:
 class Comm:
     mode: Literal["default", "fake"] = "default"
     """`fake`: nothing is trained. This process takes rank 0's step among `NGPU` x `NNODES` processes on tensors without
-    memory, and prints the bytes that a rank holds and communicates. No data is read."""
+    memory, and prints the bytes that a rank holds and communicates. Neither data nor a tokenizer is read."""
 
     init_timeout_seconds: int = 300
     """Timeout of collectives until the first step is done."""
