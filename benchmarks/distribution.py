@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests import processes
 from tests.layouts import Collectives
-from titan_loom.config import ActivationCheckpoint, Compile, Parallelism
+from titan_loom.config import ActivationCheckpoint, Compile, Float8, Parallelism
 from titan_loom.distributed.init import materialize
 from titan_loom.distributed.parallelize import parallelize
 from titan_loom.models import build_model
@@ -55,8 +55,10 @@ def wrap(wrapping: bool | Parallelism):
             parallelism=wrapping,
             activation_checkpoint=ActivationCheckpoint(),
             compile=Compile(),
+            float8=Float8(),
             param_dtype=torch.float32,
             reduce_dtype=torch.float32,
+            cpu_offload=False,
             micro_batches=1,
         )
     materialize(model, device, 0)

@@ -37,7 +37,7 @@ def build(config: ActivationCheckpoint, compile: bool) -> nn.Module:
     with torch.device("meta"):
         model = build_model(FLAVORS["nanocoder"])
     apply_activation_checkpoint(model, config)
-    apply_compile(model, Compile(enable=compile, backend="aot_eager"))
+    apply_compile(model, Compile(enable=compile, backend="aot_eager"), torch.device("cpu"))
     materialize(model, torch.device("cpu"), 0)
     return model
 

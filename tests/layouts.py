@@ -17,6 +17,7 @@ from titan_loom.config import (
     Compile,
     ControlsGroup,
     EmbeddingsGroup,
+    Float8,
     MuonGroup,
     NgramGroup,
     Parallelism,
@@ -63,6 +64,8 @@ class Layout:
     checkpoint: str = "none"
     per: str = "visit"
     compile: bool = False
+    cpu_offload: bool = False
+    float8: bool = False
     num_loops: int | None = None
     backprop_loops: int | None = None
     optimizer: str = "AdamW"
@@ -91,8 +94,10 @@ class Run:
             ),
             activation_checkpoint=ActivationCheckpoint(mode=layout.checkpoint, per=layout.per),
             compile=compile,
+            float8=Float8(enable=layout.float8, emulate=True),
             param_dtype=dtype,
             reduce_dtype=dtype,
+            cpu_offload=layout.cpu_offload,
             micro_batches=layout.micro_batches,
         )
         materialize(self.model, torch.device("cpu"), 0)

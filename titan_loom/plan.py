@@ -2,13 +2,14 @@
 
 The trainer's own code builds, shards and steps the model, on tensors that have a shape but no elements, in a process
 group whose collectives return at once. So the layout of a cluster is checked, and its memory and traffic measured, on
-the machine where one writes the configuration. What runs is the CPU's code in eager mode: kernels of a GPU and of the
-compiler keep less, so what is counted for activations is an upper bound.
+the machine where one writes the configuration. What runs is the CPU's code in eager mode, without float8: kernels of a
+GPU and of the compiler keep less, so what is counted for activations is an upper bound.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from titan_loom.config import Compile, JobConfig
+from titan_loom.config import Compile, Float8, JobConfig
 from titan_loom.data.loader import Batch
-from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.distributed.fake import Meter, init_fake_process_group
 from titan_loom.distributed.process_group import leave_process_group
 from titan_loom.models import model_args
@@ -55,10 +55,11 @@ def main(config: JobConfig, world_size: int) -> None:
     init_logger()
     found = plan(config, world_size)
     rest = found.peak - found.parameters - found.gradients - found.optimizer_state
+    place = " (of the host)" if config.training.enable_cpu_offload else ""
     memory = {
-        "parameters": found.parameters,
-        "gradients": found.gradients,
-        "optimizer state": found.optimizer_state,
+        f"parameters{place}": found.parameters,
+        f"gradients{place}": found.gradients,
+        f"optimizer state{place}": found.optimizer_state,
         "activations, gathered weights, temporaries": rest,
         "memory at the peak": found.peak,
     }
@@ -80,14 +81,12 @@ def plan(config: JobConfig, world_size: int) -> Plan:
     init_fake_process_group(world_size)
     trainer = _FakeTrainer(config)
     accumulation = trainer.micro_batches
-    # From the second step on the optimizers have their state. Micro-batches in the middle are all alike.
-    _, calls, nbytes = trainer.step(min(2, accumulation))
-    peak, *totals = trainer.step(min(3, accumulation))
-    more = max(0, accumulation - 3)
-    all_calls, all_nbytes = (
-        {kind: last[kind] + more * (last[kind] - before[kind]) for kind in last}
-        for before, last in zip((calls, nbytes), totals, strict=True)
-    )
+    peak, *totals = trainer.take_step(min(2, accumulation))
+    if accumulation > 2:  # what the second micro-batch has added, every other one adds
+        _, *of_one = trainer.take_step(1)
+        for total, single in zip(totals, of_one, strict=True):
+            total.update({kind: (accumulation - 2) * (total[kind] - single[kind]) for kind in total})
+    calls, nbytes = totals
     parameters = list(trainer.model.parameters())
     units = trainer.data_parallel.units
     padded = sum(unit.numel for unit in [*units.of_blocks, units.root])
@@ -97,8 +96,8 @@ def plan(config: JobConfig, world_size: int) -> Plan:
         optimizer_state=_local_bytes(trainer.optimizers.named_states().values()),
         peak=peak,
         padding=padded / sum(parameter.numel() for parameter in parameters) - 1,
-        calls=all_calls,
-        nbytes=all_nbytes,
+        calls=calls,
+        nbytes=nbytes,
     )
     del parameters
     trainer.close()
@@ -109,13 +108,16 @@ class _FakeTrainer(Trainer):
     """The trainer's model, optimizers and step, without its data, its checkpoints and its folder."""
 
     def __init__(self, config: JobConfig):
-        self.config = config = replace(config, compile=Compile())
+        fake = replace(config.comm, mode="fake")
+        self.config = config = replace(config, comm=fake, compile=Compile(), float8=Float8())
         training = config.training
         self.device = torch.device("cpu")
+        self.step = 0
+        self.guard = SimpleNamespace(judge=lambda *_: None)  # there are no values to judge
         self.micro_batches = training.global_batch_size // (training.local_batch_size * dist.get_world_size())
         self.args = model_args(config.model)
         self.loops = LoopPlan(config.model, training, self.args, config.debug.seed)
-        self.tokenizer = load_tokenizer(config.model.tokenizer_path)
+        self.tokenizer = SimpleNamespace(eos_id=0)
         self.source_tokens = dict.fromkeys(config.data.sources, 0)
         self._build_model()
         # FSDP2 takes no meta tensors; until here the parameters are, and the mode has to accept them.
@@ -125,15 +127,19 @@ class _FakeTrainer(Trainer):
             groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
             self.optimizers = build_optimizers(groups, config.optimizer)
             self._build_schedules()
+            # The optimizers get their state, which every step but the first has from its beginning.
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizers.step()
+            self.optimizers.zero_grad()
 
-    def step(self, micro_batches: int) -> tuple[int, Counter, Counter]:
+    def take_step(self, micro_batches: int) -> tuple[int, Counter, Counter]:
         """A step of so many micro-batches, with the most loops that the configuration may draw.
 
         Returns:
             The peak in bytes; calls and bytes by kind of collective.
         """
         training, loops = self.config.training, self.loops
-        self.micro_batches = micro_batches
         rows = training.local_batch_size * micro_batches
         self._meter.reset()
         with self._fake, self._meter:
@@ -146,8 +152,7 @@ class _FakeTrainer(Trainer):
                 filtered=None,
                 read_seconds={},
             )
-            num_loops = None if loops.sampling == "fixed" else loops.maximum
-            self.train_segments(batch, training.tokens_per_step, num_loops)
+            self.train_segments(batch, training.tokens_per_step, None if loops.sampling == "fixed" else loops.maximum)
         return self._meter.peak, self._meter.calls, self._meter.nbytes
 
     def close(self) -> None:

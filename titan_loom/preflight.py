@@ -13,7 +13,7 @@ from titan_loom.errors import UserError
 
 def preflight(config: JobConfig, world_size: int) -> None:
     """Check the configuration, the model's arguments, the tokenizer, the sources, the run's folder and the checkpoint
-    to start from; the last three only for a run, not for a fake one.
+    to start from. A fake run needs no more than the first two.
 
     Raises:
         UserError: the first mistake, in one sentence.
@@ -33,6 +33,8 @@ def preflight(config: JobConfig, world_size: int) -> None:
     from titan_loom.training.loops import LoopPlan
 
     LoopPlan(config.model, config.training, args, config.debug.seed)
+    if config.comm.mode == "fake":
+        return
 
     from titan_loom.data.documents import get_format
     from titan_loom.data.loader import data_fingerprint
@@ -45,8 +47,6 @@ def preflight(config: JobConfig, world_size: int) -> None:
 
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     check_tokenizer(tokenizer, args.vocab_size)
-    if config.comm.mode == "fake":
-        return
     # Listing finds a missing or empty folder as well. Datasets on the Hub are listed once, by rank 0 of the run.
     local = {name: source for name, source in config.data.sources.items() if not is_on_hub(source.path)}
     for name, source in config.data.sources.items():

@@ -85,8 +85,7 @@ class Trainer:
         self.data_fingerprint, self.listing, start = from_rank0(self._open_run_folder)
 
         self._build_model()
-        check_fits(self.model, self.device)
-        materialize(self.model, self.device, config.debug.seed)
+        materialize(self.model, self.device, config.debug.seed, cpu_offload=training.enable_cpu_offload)
         groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
         self.optimizers = build_optimizers(groups, config.optimizer)
         self._build_schedules()
@@ -159,14 +158,18 @@ class Trainer:
         with torch.device("meta"):
             self.model = build_model(self.args).to(getattr(torch, training.dtype))
         check_expected_parameters(self.model, self.config.model.expected_parameters)
+        if self.config.comm.mode == "default":
+            check_fits(self.model, torch.device("cpu") if training.enable_cpu_offload else self.device, self.world_size)
         self.data_parallel = parallelize(
             self.model,
             self.device,
             parallelism=self.config.parallelism,
             activation_checkpoint=self.config.activation_checkpoint,
             compile=self.config.compile,
+            float8=self.config.float8,
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            cpu_offload=training.enable_cpu_offload,
             micro_batches=self.micro_batches,
         )
         self.chunk_losses = compiled(chunk_losses, "loss", self.config.compile)

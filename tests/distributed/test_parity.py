@@ -20,7 +20,7 @@ DDP2, DDP4, HSDP = replace(TWO, replicate=2), replace(FOUR, replicate=4), replac
 NONE, FULL, SELECTIVE = ({"checkpoint": mode} for mode in ("none", "full", "selective"))
 LOOP = {"checkpoint": "full", "per": "loop"}
 COMPILED, MUON = {"compile": True}, {"optimizer": "Muon"}
-ALWAYS, BLOCK = {"reshard": "always"}, {"loop_unit": "block"}
+ALWAYS, BLOCK, OFFLOAD = {"reshard": "always"}, {"loop_unit": "block"}, {"cpu_offload": True}
 
 
 def varied(layout: Layout, micro_batches: int, *changes: dict) -> Layout:
@@ -35,6 +35,7 @@ RUNS = [
     varied(TWO, 1, NONE, COMPILED),
     varied(TWO, 2, SELECTIVE, BLOCK),
     varied(TWO, 4, FULL, MUON, ALWAYS),
+    varied(TWO, 2, MUON, OFFLOAD),
     varied(DDP2, 1, FULL),
     varied(DDP2, 2, NONE, MUON),
     varied(DDP2, 4, SELECTIVE, COMPILED),

@@ -25,7 +25,7 @@ def model_with(name: str, *, compile: bool = False, args=ARGS):
     with torch.device("meta"):
         model = build_model(args)
     apply_activation_checkpoint(model, CONFIGS[name])
-    apply_compile(model, Compile(enable=compile, backend="aot_eager"))
+    apply_compile(model, Compile(enable=compile, backend="aot_eager"), torch.device("cpu"))
     materialize(model, torch.device("cpu"), 0)
     return model
 

@@ -129,6 +129,10 @@ def test_an_infinite_norm_means_no_clipping():
             ["activation_checkpoint.per is 'loop'", "'visit'"],
         ),
         ({"compile__enable": "true", "compile__components": ""}, ["compile.components is empty", '"model"']),
+        (
+            {"compile__mode": "reduce-overhead", "compile__backend": "eager"},
+            ["compile.mode is 'reduce-overhead'", "compile.backend = 'eager'", "'default'"],
+        ),
         ({"checkpoint__keep_latest_k": "1"}, ["checkpoint.keep_latest_k is 1", "0", "at least 2"]),
         ({"checkpoint__load_step": "-2"}, ["checkpoint.load_step is -2", "-1"]),
         (

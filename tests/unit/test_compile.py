@@ -5,7 +5,7 @@ from torch._dynamo.utils import counters
 from tests import processes
 from tests.layouts import Layout, Run
 from titan_loom.config import Compile
-from titan_loom.distributed.compile import compiled
+from titan_loom.distributed.compile import apply_compile, compiled
 
 MODES = {
     "none": {},
@@ -46,6 +46,19 @@ def test_one_graph_serves_every_layer_visit_and_number_of_loops():
 def test_what_runs_without_gradient_costs_one_more_graph():
     layouts = [Layout(compile=True)]
     assert processes.run(graphs_by_step, 1, layouts, [(4, 1), (2, 1), (8, 2), (1, 1)]) == [[[4] * 4]]
+
+
+@pytest.mark.parametrize(("device", "mode", "marks"), [("cpu", None, 0), ("cuda", "reduce-overhead", 1)])
+def test_cuda_graphs_are_for_cuda_and_begin_anew_with_every_forward(monkeypatch, device, mode, marks):
+    compiled_with, marked = [], []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled_with.append(options["mode"]) or function)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append(True))
+    model = torch.nn.Linear(1, 1)
+    model.blocks = [torch.nn.Identity(), torch.nn.Identity()]
+    apply_compile(model, Compile(enable=True, mode="reduce-overhead"), torch.device(device))
+    model(torch.ones(1))
+    assert compiled_with == [mode, mode]
+    assert len(marked) == marks
 
 
 def double(x):

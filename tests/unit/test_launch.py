@@ -201,6 +201,8 @@ def test_help_after_the_module_explains_the_configuration(no_worker, capsys):
 def test_a_fake_run_starts_no_worker_and_reads_no_data(no_worker, devices, monkeypatch, tmp_path, entry):
     (tmp_path / "run.toml").write_text(
         """
+        [model]
+        tokenizer_path = "nowhere"
         [data]
         lanes = 64
         [data.sources.hub]

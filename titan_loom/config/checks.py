@@ -337,6 +337,10 @@ def _check_activation_checkpoint(activation_checkpoint: ActivationCheckpoint) ->
 def _check_compile(compile: Compile) -> None:
     if compile.enable and not compile.components:
         raise UserError('compile.components is empty; it must name "model", "loss" or both when compile.enable is true')
+    if compile.mode != "default" and compile.backend != "inductor":
+        raise UserError(
+            f"compile.mode is {compile.mode!r}; with compile.backend = {compile.backend!r} it must be 'default'"
+        )
 
 
 def _check_checkpoint(checkpoint: Checkpoint) -> None:

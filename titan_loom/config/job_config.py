@@ -200,6 +200,11 @@ class Training:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the stored parameters and of the optimizer's state."""
 
+    enable_cpu_offload: bool = False
+    """Keep the stored parameters, the reduced gradients and the optimizer's state in the host's memory, and step there:
+    a GPU holds no more than gathered weights, accumulated gradients and activations, and waits for the host in every
+    step."""
+
     mixed_precision_param: Literal["float32", "bfloat16"] = "bfloat16"
     """dtype of parameters and activations in forward and backward."""
 
@@ -404,6 +409,28 @@ class Compile:
     backend: str = "inductor"
     """torch.compile's backend."""
 
+    mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's mode, for `backend = "inductor"`. `reduce-overhead` replays the blocks as CUDA graphs, for models
+    so small that a GPU waits for the host, and takes memory for it; on a CPU it is `default`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    enable: bool = False
+    """Compute the blocks' linear layers in float8, except what `filter_fqns` names. Pays for large layers on a GPU that
+    has it, compiled. Needs torchao (`pip install 'titan-loom[float8]'`)."""
+
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """How values are scaled: one factor for a tensor (fastest), one for a row, one for a row and weight gradients in
+    full precision (most accurate)."""
+
+    filter_fqns: list[str] = field(default_factory=list)
+    """Leave out linear layers with one of these in their name (`attention.output, feed_forward`). Those with a
+    dimension that is no multiple of 16 are left out too, and counted in the log."""
+
+    emulate: bool = False
+    """Give float8's numbers on a device that does not have it, slowly."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -527,7 +554,7 @@ class Metrics:
 class Comm:
     mode: Literal["default", "fake"] = "default"
     """`fake`: nothing is trained. This process takes rank 0's step among `NGPU` x `NNODES` processes on tensors without
-    memory, and prints the bytes that a rank holds and communicates. No data is read."""
+    memory, and prints the bytes that a rank holds and communicates. Neither data nor a tokenizer is read."""
 
     init_timeout_seconds: int = 300
     """Timeout of collectives until the first step is done."""
@@ -561,6 +588,7 @@ class JobConfig:
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     guard: Guard = field(default_factory=Guard)
     validation: Validation = field(default_factory=Validation)

@@ -11,14 +11,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from titan_loom.distributed.units import Units
 from titan_loom.errors import UserError
 
 
 def apply_data_parallel(
-    model: nn.Module, units: Units, mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype
+    model: nn.Module,
+    units: Units,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool = False,
 ) -> "DataParallel":
     """Shard or replicate `model` (with `blocks`) over `mesh`, in place.
 
@@ -26,22 +32,25 @@ def apply_data_parallel(
         units: what is communicated together, planned for the same mesh.
         param_dtype: dtype of the gathered parameters and of the activations.
         reduce_dtype: dtype of the gradients' reduction.
+        cpu_offload: shards and reduced gradients stay in the host's memory, where the parameters must be allocated.
 
     Raises:
         UserError: this torch is too old for DDP.
     """
     # Blocks get their inputs from the root in the right dtype; casting here would round the fp32 RoPE tables.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for unit in units.of_blocks:
         _wrap(
             [model.blocks[layer] for layer in unit.layers],
             mesh,
             policy,
+            offload,
             is_sharded=units.is_sharded,
             reshard_after_forward=units.reshard_after_forward and not unit.is_looped,
         )
     # The head is the embedding and is used after forward, so the root is never freed before backward.
-    _wrap(model, mesh, policy, is_sharded=units.is_sharded, reshard_after_forward=False)
+    _wrap(model, mesh, policy, offload, is_sharded=units.is_sharded, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -54,13 +63,20 @@ def _wrap(
     modules: nn.Module | list[nn.Module],
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
     *,
     is_sharded: bool,
     reshard_after_forward: bool,
 ) -> None:
     """Make one unit of `modules`."""
     if is_sharded:
-        fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            modules,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard_after_forward,
+        )
         return
     try:
         from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -69,7 +85,7 @@ def _wrap(
             "parallelism.data_parallel_shard_degree is 1 with several replicas, which is DDP and needs a newer torch "
             f"than {torch.__version__}; here it must be above 1"
         ) from error
-    replicate(modules, mesh=mesh, mp_policy=policy)
+    replicate(modules, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
 
 class DataParallel:

@@ -13,13 +13,14 @@ from titan_loom.tools.random import derive_seed
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
+def materialize(model: nn.Module, device: torch.device, seed: int, *, cpu_offload: bool = False) -> None:
     """Allocate a model that was built on the meta device and fill it with its initial weights.
 
     The model names the values: `model.init_parameter(name, out, generator)` fills the full fp32 tensor `out`, and
-    `model.init_buffer(name, out)` a buffer, of which every rank has all.
+    `model.init_buffer(name, out)` a buffer, of which every rank has all. With `cpu_offload` the parameters, not the
+    buffers, are on the CPU rather than on `device`.
     """
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if cpu_offload else device)
 
     def generator(name: str) -> torch.Generator:
         return torch.Generator().manual_seed(derive_seed(seed, "init", name))
@@ -35,7 +36,8 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
             parameter.to_local().copy_(shard)
         else:
             parameter.copy_(full)
-    for name, buffer in model.named_buffers():
+    for name, buffer in list(model.named_buffers()):
         full = torch.empty(buffer.shape, dtype=buffer.dtype)
         model.init_buffer(name, full)
-        buffer.copy_(full)
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, full.to(device))

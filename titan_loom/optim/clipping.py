@@ -14,4 +14,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in parameters]
     grad_norm = torch.linalg.vector_norm(torch.stack(norms)).float()
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, grad_norm)
-    return grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+    if not isinstance(grad_norm, DTensor):
+        return grad_norm
+    # Gradients that are kept on the host give it there, and the ranks compute elsewhere.
+    return grad_norm.full_tensor().to(grad_norm.device_mesh.device_type)
