@@ -51,6 +51,16 @@ def test_a_good_run_passes_with_any_number_of_processes_that_divides(sentence):
     assert "training.global_batch_size is 4" in sentence(world_size=4)
 
 
+def test_a_source_is_packed_before_a_run(sentence, tmp_path):
+    packed = ["--data.sources.prose.pack", str(tmp_path / "pack")]
+    assert "training.global_batch_size" in sentence(*packed, world_size=4)
+    assert not (tmp_path / "pack").exists()
+    assert sentence(*packed) is None
+    assert (tmp_path / "pack" / "metadata.json").exists()
+    (tmp_path / "text" / "a.jsonl").write_text(json.dumps({"text": "other words"}) + "\n")
+    assert "data.sources.prose.pack is" in sentence(*packed)
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [

@@ -230,11 +230,11 @@ def _lane_sources(data: Data, holdout: Holdout, listing: dict[str, Parts]) -> tu
     for name, source in data.sources.items():
         parts = listing[name]
         is_pack = parts.kind == "pack"
-        pack = open_pack(f"data.sources.{name}.path", source.path) if is_pack else None
+        pack = open_pack(f"data.sources.{name}.path", parts.parts[0].path) if is_pack else None
         shards = () if is_pack else parts.shards(data.lanes)
         ignored = f", {parts.num_ignored:,} other files ignored" if parts.num_ignored else ""
         if pack is not None:
-            found = f"{pack.num_documents:,} documents, {pack.num_tokens:,} tokens"
+            found = f"{pack.num_documents:,} documents, {pack.num_tokens:,} tokens in {pack.path}"
         else:
             found = f"{len(parts.parts):,} parts in {len(shards):,} shards for {data.lanes} lanes{ignored}"
         logger.info(f"Data source {name}: {source.path} ({parts.kind}), {found}")
@@ -341,7 +341,7 @@ def data_fingerprint(
         key = f"data.sources.{name}"
         parts, keep = listing[name], build_filter(source, Holdout())
         if parts.kind == "pack":
-            check_pack(f"{key}.path", open_pack(f"{key}.path", source.path), tokenizer)
+            check_pack(f"{key}.path", open_pack(f"{key}.path", parts.parts[0].path), tokenizer)
         fingerprint |= {
             f"{key}.path": source.path,
             f"{key}.config": source.config or "",

@@ -94,8 +94,15 @@ def list_parts(name: str, source: Source, access: Access | None = None, commit: 
     """
     form = get_format(name, source.format)
     access = access or Access(name, Streaming())
+    if source.pack is not None:
+        return _pack_parts(f"data.sources.{name}.pack", source.pack)
     if is_pack(source.path):
-        return _pack_parts(name, source)
+        if has_filters(source):
+            raise UserError(
+                f"data.sources.{name}.path = {source.path!r} is a pack, whose documents cannot be filtered any more: "
+                "set the filters where it is packed, not here"
+            )
+        return _pack_parts(f"data.sources.{name}.path", source.path)
     if is_on_hub(source.path):
         parts = _hub_parts(f"data.sources.{name}", source, commit, access)
     else:
@@ -140,13 +147,8 @@ def _embedded_parts(found: str, path: str) -> Parts:
     return Parts(kind="embedded", parts=(part,))
 
 
-def _pack_parts(name: str, source: Source) -> Parts:
-    if has_filters(source):
-        raise UserError(
-            f"data.sources.{name}.path = {source.path!r} is a pack, whose documents cannot be filtered any more: set "
-            "the filters where it is packed, not here"
-        )
-    pack = open_pack(f"data.sources.{name}.path", source.path)
+def _pack_parts(key: str, path: str) -> Parts:
+    pack = open_pack(key, path)
     # By its contents: the same pack in another place is the same data.
     part = Part(kind="pack", name=pack.digest(), path=pack.path, size=pack.file_sizes()["tokens.bin"])
     return Parts(kind="pack", parts=(part,))
