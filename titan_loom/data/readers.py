@@ -9,18 +9,14 @@ which row is wrong.
 
 import io
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fsspec.compression import compr
-from fsspec.utils import infer_compression
 from pyarrow.lib import ArrowException
 
 from titan_loom.config.job_config import Streaming
@@ -33,6 +29,7 @@ from titan_loom.errors import ReadError, UserError
 Row = dict[str, Any]
 
 ROWS_PER_BATCH = 16
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
 _LIST_LEVELS = {"list", "element", "item", "array", "bag"}  # what writers call the levels of a list
 
 BUFFER_BYTES = 1 << 20
@@ -45,12 +42,8 @@ class BadRow(Exception):
     """A row that is not what it must be; the text says what it is."""
 
 
-DAMAGED = (BadRow, ArrowException, OSError, EOFError, UnicodeDecodeError, zlib.error)
+DAMAGED = (BadRow, ArrowException, OSError, EOFError, UnicodeDecodeError)
 """What reading a damaged file raises."""
-if find_spec("zstandard"):
-    import zstandard
-
-    DAMAGED = (*DAMAGED, zstandard.ZstdError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,9 +319,8 @@ def _parse(line: bytes) -> Row:
 
 def _jsonl_lines(part: Part, access: Access) -> Iterator[bytes]:
     with io.BufferedReader(open_file(part, access), BUFFER_BYTES) as file:
-        compression = infer_compression(part.name)
-        # What unpacks zstd cannot give lines by itself.
-        lines = io.BufferedReader(compr[compression](file, mode="rb")) if compression else file
+        codec = _CODECS.get(Path(part.name).suffix.lower())
+        lines = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)) if codec else file
         yield from (line for line in lines if line.strip())
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from titan_loom.config.job_config import Data, Source, Streaming
@@ -188,8 +187,6 @@ def _local_parts(found: str, given_path: str, form: str) -> Parts:
             by_kind[kind].append(file)
     kind = _choose_kind(found, form, by_kind)
     chosen = by_kind[kind]
-    if any(file.endswith(".zst") for file in chosen) and not find_spec("zstandard"):
-        raise UserError(f"{found} holds .zst files, which need `pip install zstandard`")
     parts = _text_parts(root, chosen) if kind == "text" else [_file_part(kind, root, file) for file in chosen]
     return Parts(kind=kind, parts=tuple(parts), num_ignored=len(files) - len(chosen))
 
