@@ -60,7 +60,9 @@ def texts_of(pack):
 
 
 def stream(pack, lane=0, lanes=1, seed=0, state=None, holdout=None):
-    return PackStream(pack, holdout or Holdout(), seed=seed, source_name="s", lane=lane, lanes=lanes, state=state)
+    return PackStream(
+        pack=pack, holdout=holdout or Holdout(), seed=seed, source_name="s", lane=lane, lanes=lanes, start=state
+    )
 
 
 def epoch_of(stream, epoch=0):
