@@ -29,7 +29,7 @@ from titan_loom.data.lanes import LaneDataset, LanePlan, LaneSource, LaneStep
 from titan_loom.data.mixing import Mixer
 from titan_loom.data.packs import check_pack, open_pack
 from titan_loom.data.retry import Access
-from titan_loom.data.sources import Parts, list_sources, source_columns
+from titan_loom.data.sources import Parts, list_sources, source_columns, source_settings
 from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
@@ -315,7 +315,7 @@ def combine_digests(digests: Sequence[bytes]) -> str:
 
 def data_fingerprint(
     data: Data, training: Training, seed: int, tokenizer: Tokenizer, listing: dict[str, Parts] | None = None
-) -> dict[str, int | str | float | None]:
+) -> dict[str, Any]:
     """What the order of the data depends on: configuration keys (as `section.key`) with their values, and digests of
     the tokenizer and of each source's parts. Kept in checkpoints, so that a resume can say which of them was changed.
 
@@ -323,7 +323,7 @@ def data_fingerprint(
     may be extended.
     """
     listing = listing or list_sources(data)
-    fingerprint: dict[str, int | str | float | None] = {
+    fingerprint: dict[str, Any] = {
         "debug.seed": seed,
         "training.global_batch_size": training.global_batch_size,
         "training.seq_len": training.seq_len,
@@ -339,24 +339,11 @@ def data_fingerprint(
     }
     for name, source in data.sources.items():
         key = f"data.sources.{name}"
-        parts, keep = listing[name], build_filter(source, Holdout())
+        parts = listing[name]
         if parts.kind == "pack":
             check_pack(f"{key}.path", open_pack(f"{key}.path", parts.parts[0].path), tokenizer)
-        fingerprint |= {
-            f"{key}.path": source.path,
-            f"{key}.config": source.config or "",
-            f"{key}.split": source.split,
-            f"{key}.revision": source.revision or "main",
-            f"{key}.commit": parts.commit,
-            f"{key}.format": source.format,
-            f"{key}.share": source.share,
-            f"{key}.languages": ", ".join(sorted(keep.languages)),
-            f"{key}.min_chars": keep.min_chars,
-            f"{key}.max_chars": keep.max_chars,
-            f"{key}.licenses": ", ".join(sorted(keep.licenses)),
-            f"{key}.license_column": source.license_column,
-            f"{key}.parts": parts.digest(),
-        }
+        settings = source_settings(source) | {"share": source.share, "commit": parts.commit, "parts": parts.digest()}
+        fingerprint |= {f"{key}.{name}": value for name, value in settings.items()}
     return fingerprint
 
 

@@ -33,7 +33,7 @@ from titan_loom.data.holdout import Holdout, key_point
 from titan_loom.data.packs import Pack, is_pack, open_pack, verify
 from titan_loom.data.readers import Shard, open_rows
 from titan_loom.data.retry import Access
-from titan_loom.data.sources import is_on_hub, list_parts, source_columns
+from titan_loom.data.sources import is_on_hub, list_parts, source_columns, source_settings
 from titan_loom.data.tokenizer import Tokenizer, load_tokenizer
 from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
@@ -132,19 +132,7 @@ def pack(config: JobConfig, name: str, out: Path, workers: int, key: str = "--ou
         raise UserError(f"data.sources.{name}.path = {source.path!r} is a pack already")
     source = replace(source, pack=None)
     tokenizer, access = load_tokenizer(config.model.tokenizer_path), Access(name, config.data.streaming)
-    keep = build_filter(source, Holdout())
-    origin = {
-        "path": source.path,
-        "config": source.config,
-        "split": source.split,
-        "revision": source.revision,
-        "format": source.format,
-        "languages": sorted(keep.languages),
-        "min_chars": keep.min_chars,
-        "max_chars": keep.max_chars,
-        "licenses": sorted(keep.licenses),
-        "license_column": source.license_column,
-    }
+    origin = source_settings(source)
     if is_pack(str(out)) and is_on_hub(source.path):  # a commit does not change
         return _finished(out, origin, tokenizer, key)
     parts = list_parts(name, source, access, _commit_in(out))
@@ -158,7 +146,7 @@ def pack(config: JobConfig, name: str, out: Path, workers: int, key: str = "--ou
         source_name=name,
         form=get_format(name, source.format),
         columns=source_columns(name, source),
-        keep=keep,
+        keep=build_filter(source, Holdout()),
         access=access,
         tokenizer=tokenizer,
         encode_batch_size=source.encode_batch_size,

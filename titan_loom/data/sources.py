@@ -8,8 +8,9 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from titan_loom.config.job_config import Data, Source, Streaming
 from titan_loom.data import embedded
@@ -120,6 +121,14 @@ def is_on_hub(path: str) -> bool:
     """Whether `path` means a dataset on the Hub: it looks like one and is no local path."""
     looks_like = len(path) <= MAX_HUB_NAME_CHARS and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
     return looks_like and not os.path.exists(path)
+
+
+def source_settings(source: Source) -> dict[str, Any]:
+    """What decides on the documents of `source`, besides its files."""
+    settings = asdict(source) | {"revision": source.revision or "main"}
+    for name in ("languages", "licenses"):
+        settings[name] = sorted({value.lower() for value in settings[name]})
+    return {name: value for name, value in settings.items() if name not in ("pack", "share", "encode_batch_size")}
 
 
 def source_columns(name: str, source: Source) -> tuple[str, ...]:
