@@ -68,10 +68,8 @@ class LaneLoader:
     of lanes.
 
     Args:
-        steps, total_tokens: length of the run; with `total_tokens` its last step is cut to meet them.
         start_step: steps already taken; each of the rank's lanes must then have a state in `lane_states`.
-        holdout: read the documents that are held out in place of the others.
-        listing: what `list_sources` found, if it was called before: ranks share one.
+        order: the keyword arguments of `build_plan`.
 
     Raises UserError for sources that cannot be read and for a lane without a state.
     """
@@ -82,17 +80,11 @@ class LaneLoader:
         dataloader: Dataloader,
         tokenizer: Tokenizer,
         *,
-        seed: int,
-        seq_len: int,
-        global_batch_size: int,
-        steps: int,
-        total_tokens: int | None,
         dp_rank: int,
         dp_degree: int,
         start_step: int = 0,
         lane_states: dict[int, str] | None = None,
-        holdout: bool = False,
-        listing: dict[str, Parts] | None = None,
+        **order: Any,
     ):
         self.source_names = list(data.sources)
         lanes_per_rank = data.lanes // dp_degree
@@ -100,17 +92,7 @@ class LaneLoader:
         states = {lane: state for lane, state in (lane_states or {}).items() if lane in self._lanes}
         if start_step:
             _check_states(states, self._lanes, data.lanes, start_step)
-        plan = build_plan(
-            data,
-            tokenizer,
-            seed=seed,
-            seq_len=seq_len,
-            global_batch_size=global_batch_size,
-            steps=steps,
-            total_tokens=total_tokens,
-            holdout=holdout,
-            listing=listing,
-        )
+        plan = build_plan(data, tokenizer, **order)
         self._pin_memory = dataloader.pin_memory and torch.cuda.is_available()
         dataset = LaneDataset(plan, self._lanes, start_step, states)
         # Workers read one end until the other is closed, be it by `close` or by the death of this process.
@@ -195,7 +177,13 @@ def build_plan(
     holdout: bool = False,
     listing: dict[str, Parts] | None = None,
 ) -> LanePlan:
-    """What the lanes of a run have in common; the arguments are those of `LaneLoader`."""
+    """What the lanes of a run have in common.
+
+    Args:
+        steps, total_tokens: length of the run; with `total_tokens` its last step is cut to meet them.
+        holdout: read the documents that are held out in place of the others.
+        listing: what `list_sources` found, if it was called before: ranks share one.
+    """
     mixer = Mixer(
         _stages(data),
         seq_len=seq_len,
@@ -229,13 +217,13 @@ def _lane_sources(data: Data, holdout: Holdout, listing: dict[str, Parts]) -> tu
     sources = []
     for name, source in data.sources.items():
         parts = listing[name]
-        is_pack = parts.kind == "pack"
-        pack = open_pack(f"data.sources.{name}.path", parts.parts[0].path) if is_pack else None
-        shards = () if is_pack else parts.shards(data.lanes)
-        ignored = f", {parts.num_ignored:,} other files ignored" if parts.num_ignored else ""
-        if pack is not None:
+        pack, shards = None, ()
+        if parts.kind == "pack":
+            pack = open_pack(f"data.sources.{name}.path", parts.parts[0].path)
             found = f"{pack.num_documents:,} documents, {pack.num_tokens:,} tokens in {pack.path}"
         else:
+            shards = parts.shards(data.lanes)
+            ignored = f", {parts.num_ignored:,} other files ignored" if parts.num_ignored else ""
             found = f"{len(parts.parts):,} parts in {len(shards):,} shards for {data.lanes} lanes{ignored}"
         logger.info(f"Data source {name}: {source.path} ({parts.kind}), {found}")
         sources.append(

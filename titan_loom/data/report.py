@@ -17,7 +17,7 @@ from rich.table import Table
 
 from titan_loom.config import JobConfig, load_config
 from titan_loom.config.checks import check
-from titan_loom.data.filters import REASONS, kept_documents
+from titan_loom.data.filters import REASONS, describe_counts, kept_documents
 from titan_loom.data.lanes import LanePlan, LaneSource, open_row_stream, open_stream
 from titan_loom.data.loader import Batch, LaneLoader, batch_digests, build_plan, combine_digests, data_fingerprint
 from titan_loom.data.packing import make_packs
@@ -116,7 +116,7 @@ def stats(given: Given, documents: int) -> None:
             f"{num_tokens / max(1, num_documents):,.1f}",
             f"{num_bytes / num_tokens:.3f}" if num_bytes else "packed",
             f"{100 * float(share):.3f} %",
-            ", ".join(f"{reason} {n:,}" for reason, n in zip(REASONS, filtered, strict=True) if n) or "none",
+            describe_counts(filtered),
         )
     Console().print(table)
 

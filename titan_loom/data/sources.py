@@ -186,7 +186,10 @@ def _local_parts(found: str, given_path: str, form: str) -> Parts:
     # Not the methods of Path: they raise for a name that is too long and for a user that there is not.
     path = Path(os.path.expanduser(given_path))
     if not given_path or not os.path.exists(path):
-        raise UserError(f"{found} {_why_missing(given_path)}")
+        names = " or ".join(embedded.NAMES)
+        raise UserError(
+            f"{found} does not exist: give a file or folder of {_ALLOWED}, {names}, or a Hub dataset as owner/name"
+        )
     if not (path.is_dir() or path.is_file()):
         raise UserError(f"{found} is neither a regular file nor a folder")
     root, files = (path, list_files(path)) if path.is_dir() else (path.parent, [path.name])
@@ -198,11 +201,6 @@ def _local_parts(found: str, given_path: str, form: str) -> Parts:
     chosen = by_kind[kind]
     parts = _text_parts(root, chosen) if kind == "text" else [_file_part(kind, root, file) for file in chosen]
     return Parts(kind=kind, parts=tuple(parts), num_ignored=len(files) - len(chosen))
-
-
-def _why_missing(path: str) -> str:
-    embedded_names = " or ".join(embedded.NAMES)
-    return f"does not exist: give a file or folder of {_ALLOWED}, {embedded_names}, or a Hub dataset as owner/name"
 
 
 def _kind_of(file: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_loom.data.documents import Format
-from titan_loom.data.filters import REASONS, Filter, kept_documents
+from titan_loom.data.filters import REASONS, Filter, describe_counts, kept_documents
 from titan_loom.data.rows import RowState, RowStream
 from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.errors import UserError
@@ -80,9 +80,5 @@ class TokenStream:
             if self.rows.epoch - last_epoch > self.rows.epochs_to_meet_all:
                 raise UserError(
                     f"{source}: no row gives a document in format {self.form.name!r}: "
-                    f"all are blank, vendored, binary, not UTF-8 or filtered ({_describe(filtered)})"
+                    f"all are blank, vendored, binary, not UTF-8 or filtered ({describe_counts(filtered)})"
                 )
-
-
-def _describe(filtered: list[int]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in zip(REASONS, filtered, strict=True) if count) or "none"
