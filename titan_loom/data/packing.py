@@ -83,19 +83,16 @@ def main(argv: list[str]) -> None:
         if options.source is None and len(names) != 1:
             raise UserError(f"--source is not set; it must be one of [data.sources]: {', '.join(names)}")
         made = pack(config, options.source or names[0], Path(options.out), max(1, options.workers))
-        report = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens in {made.path}"
     else:
         packs = [open_pack("pack", path) for path in paths]
         if not packs:
             raise UserError(f"titan-loom pack {what} names no pack; give at least one folder")
-        if what == "merge":
-            made = merge(packs, Path(options.out))
-            report = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens in {made.path}"
-        else:
+        if what == "verify":
             for each in packs:
                 verify(each)
-            report = f"{len(packs)} packs are whole"
-    print(report)
+            return print(f"{len(packs)} packs are whole")
+        made = merge(packs, Path(options.out))
+    print(f"{made.num_documents:,} documents, {made.num_tokens:,} tokens in {made.path}")
 
 
 def make_packs(config: JobConfig) -> None:
@@ -150,7 +147,7 @@ def pack(config: JobConfig, name: str, out: Path, workers: int, key: str = "--ou
         access=access,
         tokenizer=tokenizer,
         encode_batch_size=source.encode_batch_size,
-        dtype=_dtype(tokenizer),
+        dtype="<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4",
         folder=out / "parts",
     )
     shards = parts.shards(NUM_PARTS)
@@ -182,8 +179,7 @@ def merge(packs: list[Pack], out: Path) -> Pack:
             raise UserError(
                 f"{packs[0].path!r} and {other.path!r} are of two tokenizers: only packs of one can be merged"
             )
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out is {str(out)!r}, which is not empty: name a new folder")
+    _check_empty(out, "--out")
     for each in packs:
         verify(each)
     out.mkdir(parents=True, exist_ok=True)
@@ -195,10 +191,6 @@ def merge(packs: list[Pack], out: Path) -> Pack:
         vocab_size=packs[0].vocab_size,
         origin=[entry for each in packs for entry in each.origin],
     )
-
-
-def _dtype(tokenizer: Tokenizer) -> str:
-    return "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
 
 
 def _finished(out: Path, origin: dict[str, Any], tokenizer: Tokenizer, key: str) -> Pack:
@@ -227,12 +219,16 @@ def _start_folder(out: Path, plan: dict[str, Any], key: str) -> None:
         if json.loads(file.read_text()) != plan:
             raise UserError(f"{key} is {str(out)!r}, which holds an unfinished pack of something else: delete it")
         return
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{key} is {str(out)!r}, which is not empty: name a new folder")
+    _check_empty(out, key)
     (out / "parts").mkdir(parents=True)
     aside = out / "parts" / "plan.writing"
     aside.write_text(json.dumps(plan, indent=2))
     aside.rename(file)
+
+
+def _check_empty(out: Path, key: str) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{key} is {str(out)!r}, which is not empty: name a new folder")
 
 
 def _marker(folder: Path, number: int) -> Path:
