@@ -146,8 +146,8 @@ class _FakeTrainer(Trainer):
             batch = Batch(
                 inputs=torch.zeros(rows, training.seq_len, dtype=torch.int64),
                 labels=torch.zeros(rows, training.seq_len, dtype=torch.int64),
-                sources=torch.zeros(rows, dtype=torch.int64),
                 positions=None,
+                sources=torch.zeros(rows, dtype=torch.int64),
                 lane_states={},
                 filtered=None,
                 read_seconds={},

@@ -1,4 +1,4 @@
-"""Everything about a run that can be checked without tensors, once, before a worker starts.
+"""Everything about a run that can be checked, or packed, without tensors, once, before a worker starts.
 
 The launcher calls it first, so that a mistake costs a second and not an allocation of accelerators.
 """
@@ -12,8 +12,8 @@ from titan_loom.errors import UserError
 
 
 def preflight(config: JobConfig, world_size: int) -> None:
-    """Check the configuration, the model's arguments, the tokenizer, the sources, the run's folder and the checkpoint
-    to start from. A fake run needs no more than the first two.
+    """Check the configuration, the model's arguments, the tokenizer, the run's folder, the sources and the checkpoint
+    to start from, and pack the sources that are to be read from packs. A fake run needs no more than the first two.
 
     Raises:
         UserError: the first mistake, in one sentence.
@@ -38,6 +38,7 @@ def preflight(config: JobConfig, world_size: int) -> None:
 
     from titan_loom.data.documents import get_format
     from titan_loom.data.loader import data_fingerprint
+    from titan_loom.data.packing import make_packs
     from titan_loom.data.sources import is_on_hub, list_sources
     from titan_loom.data.tokenizer import check_tokenizer, load_tokenizer
     from titan_loom.hub.families import require_transformers
@@ -47,10 +48,14 @@ def preflight(config: JobConfig, world_size: int) -> None:
 
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     check_tokenizer(tokenizer, args.vocab_size)
-    # Listing finds a missing or empty folder as well. Datasets on the Hub are listed once, by rank 0 of the run.
-    local = {name: source for name, source in config.data.sources.items() if not is_on_hub(source.path)}
     for name, source in config.data.sources.items():
         get_format(name, source.format)
+    check_can_be_written(config)
+    if config.checkpoint.last_save_in_hf:
+        require_transformers("checkpoint.last_save_in_hf")
+    make_packs(config)
+    # Listing finds a missing or empty folder as well. Datasets on the Hub are listed once, by rank 0 of the run.
+    local = {name: source for name, source in config.data.sources.items() if source.pack or not is_on_hub(source.path)}
     listing = list_sources(replace(config.data, sources=local))
     validation_path = config.validation.path if config.validation.enable else None
     if validation_path is not None and not is_on_hub(validation_path):
@@ -58,9 +63,6 @@ def preflight(config: JobConfig, world_size: int) -> None:
     fingerprint = None
     if len(listing) == len(config.data.sources):
         fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, tokenizer, listing)
-    check_can_be_written(config)
-    if config.checkpoint.last_save_in_hf:
-        require_transformers("checkpoint.last_save_in_hf")
     find_start(config, asdict(args), fingerprint)
 
 

@@ -85,6 +85,7 @@ class Trainer:
         self.data_fingerprint, self.listing, start = from_rank0(self._open_run_folder)
 
         self._build_model()
+        check_fits(self.model, torch.device("cpu") if training.enable_cpu_offload else self.device)
         materialize(self.model, self.device, config.debug.seed, cpu_offload=training.enable_cpu_offload)
         groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
         self.optimizers = build_optimizers(groups, config.optimizer)
@@ -158,8 +159,6 @@ class Trainer:
         with torch.device("meta"):
             self.model = build_model(self.args).to(getattr(torch, training.dtype))
         check_expected_parameters(self.model, self.config.model.expected_parameters)
-        if self.config.comm.mode == "default":
-            check_fits(self.model, torch.device("cpu") if training.enable_cpu_offload else self.device, self.world_size)
         self.data_parallel = parallelize(
             self.model,
             self.device,

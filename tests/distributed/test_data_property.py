@@ -19,6 +19,7 @@ from titan_loom.data import first_fit, readers
 from titan_loom.data.documents import get_format
 from titan_loom.data.loader import LaneLoader, batch_digests, combine_digests
 from titan_loom.data.readers import Part
+from titan_loom.data.retry import Access
 from titan_loom.data.rows import RowStream
 from titan_loom.data.sources import Parts
 from titan_loom.data.tokenizer import EOS_ID, load_tokenizer
@@ -120,7 +121,7 @@ def rows_of_chunks(stream: list[np.ndarray], num_rows: int) -> list[list]:
 
 def row_stream(parts: Parts, data: Data, data_seed: int, lane: int) -> RowStream:
     return RowStream(
-        parts.shards(data.lanes),
+        shards=parts.shards(data.lanes),
         seed=data_seed,
         source_name=NAME,
         lane=lane,
@@ -128,6 +129,7 @@ def row_stream(parts: Parts, data: Data, data_seed: int, lane: int) -> RowStream
         window=data.window,
         open_parts=data.open_parts,
         columns=get_format(NAME, "text").columns,
+        access=Access(NAME, data.streaming),
     )
 
 

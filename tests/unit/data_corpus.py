@@ -6,8 +6,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from titan_loom.config.job_config import Source
+from titan_loom.config.job_config import Source, Streaming
 from titan_loom.data.readers import Row, Shard
+from titan_loom.data.retry import Access
 from titan_loom.data.rows import RowStream
 from titan_loom.data.sources import list_parts
 
@@ -33,9 +34,10 @@ def shards_of(path: Path, lanes: int, form: str = "text") -> tuple[Shard, ...]:
     return list_parts("s", Source(path=str(path), format=form)).shards(lanes)
 
 
-def row_stream(shards: tuple[Shard, ...], lane: int = 0, lanes: int = 1, **changes) -> RowStream:
+def row_stream(shards: tuple[Shard, ...], lane: int = 0, lanes: int = 1, state=None, **changes) -> RowStream:
     options = {"seed": 0, "source_name": "s", "window": 4, "open_parts": 2, "columns": ("text",), **changes}
-    return RowStream(shards, lane=lane, lanes=lanes, **options)
+    options = {"access": Access("s", Streaming()), **options}
+    return RowStream(shards=shards, lane=lane, lanes=lanes, start=state, **options)
 
 
 def rows_of_epoch(stream: RowStream, epoch: int) -> list[Row]:

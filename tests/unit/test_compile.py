@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters

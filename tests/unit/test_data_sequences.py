@@ -20,12 +20,11 @@ def token_stream(shards, lane=0, lanes=1, form="text", encode_batch_size=4, firs
     form = FORMATS[form]
     rows = row_stream(shards, lane, lanes, columns=form.columns + form.optional, state=state)
     return TokenStream(
-        rows,
-        form,
-        TOKENIZER,
-        encode_batch_size=encode_batch_size,
-        source_name="s",
+        rows=rows,
+        form=form,
         keep=Filter(),
+        tokenizer=TOKENIZER,
+        encode_batch_size=encode_batch_size,
         first_document=first_document,
     )
 
@@ -131,7 +130,7 @@ def test_rows_that_give_no_document_are_an_error_soon(tmp_path):
     stream = token_stream(shards_of(tmp_path, 1))
     with pytest.raises(UserError, match=r"no row gives a document"):
         next(stream)
-    assert stream._rows.epoch <= 3
+    assert stream.rows.epoch <= 3
 
 
 @pytest.mark.parametrize("lanes", [2, 8, 16])

@@ -11,12 +11,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from tests.hub_server import fineweb_parts
 from tests.unit.data_corpus import write_corpus, write_parquet
 from titan_loom import cli
 from titan_loom.config import Data, Dataloader, JobConfig, Model, Source, Training
+from titan_loom.data import packing
 from titan_loom.data.holdout import Holdout
 from titan_loom.data.loader import LaneLoader, batch_digests, combine_digests, data_fingerprint
-from titan_loom.data.packing import merge, pack
+from titan_loom.data.packing import make_packs, merge, pack
 from titan_loom.data.packs import PackStream, check_pack, is_pack, open_pack, verify
 from titan_loom.data.sources import list_parts
 from titan_loom.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
@@ -58,7 +60,9 @@ def texts_of(pack):
 
 
 def stream(pack, lane=0, lanes=1, seed=0, state=None, holdout=None):
-    return PackStream(pack, holdout or Holdout(), seed=seed, source_name="s", lane=lane, lanes=lanes, state=state)
+    return PackStream(
+        pack=pack, holdout=holdout or Holdout(), seed=seed, source_name="s", lane=lane, lanes=lanes, start=state
+    )
 
 
 def epoch_of(stream, epoch=0):
@@ -97,8 +101,6 @@ def test_a_pack_does_not_depend_on_the_number_of_workers(packs, corpus, tmp_path
 
 
 def test_an_unfinished_pack_goes_on_with_what_is_there(packs, corpus, tmp_path, monkeypatch):
-    from titan_loom.data import packing
-
     made = []
 
     def make_some(job, shards, workers):
@@ -166,6 +168,54 @@ def test_filters_apply_when_packing_and_are_counted(packs, corpus, tmp_path):
     assert origin["filtered"]["min_chars"] == packs["code"].num_documents - found.num_documents > 0
     with pytest.raises(UserError, match=r"data\.sources\.s\.path = .* is a pack, whose documents cannot be filtered"):
         list_parts("s", Source(path=found.path, min_chars=3))
+
+
+def with_pack(config, name, folder, **changes) -> JobConfig:
+    source = replace(config.data.sources[name], pack=str(folder), **changes)
+    return replace(config, data=replace(config.data, sources={name: source}))
+
+
+def test_a_source_with_a_pack_is_packed_once_and_read_from_it(packs, corpus, tmp_path):
+    config = with_pack(config_of(corpus, min_chars=700), "code", tmp_path / "deeper" / "pack")
+    with pytest.raises(UserError, match=r"data\.sources\.code\.pack = .* is no pack"):
+        list_parts("code", config.data.sources["code"])
+    make_packs(config)
+    before = (tmp_path / "deeper" / "pack" / "metadata.json").stat().st_mtime_ns
+    make_packs(config)
+    assert (tmp_path / "deeper" / "pack" / "metadata.json").stat().st_mtime_ns == before
+    by_path = Data(lanes=2, sources={"code": Source(path=config.data.sources["code"].pack)})
+    assert read(replace(config.data, lanes=2), 3) == read(by_path, 3)
+    assert read(by_path, 3)[0] != read(replace(by_path, sources={"code": Source(path=packs["code"].path)}), 3)[0]
+
+
+def test_a_pack_of_something_else_is_refused_before_a_run(packs, corpus, tmp_path):
+    make_packs(with_pack(config_of(corpus), "prose", packs["prose"].path))
+    code = {"path": str(corpus / "code"), "format": "repository"}
+    for changes, differ in [({"min_chars": 3}, "min_chars"), (code, "path, format, parts")]:
+        sentence = rf"data\.sources\.prose\.pack is .*, which is a pack of something else \({differ} differ\)"
+        with pytest.raises(UserError, match=sentence):
+            make_packs(with_pack(config_of(corpus), "prose", packs["prose"].path, **changes))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"data\.sources\.prose\.pack is .*; it must be a folder that can be written"):
+        make_packs(with_pack(config_of(corpus), "prose", tmp_path / "file" / "pack"))
+
+
+def test_a_packed_dataset_is_asked_for_once(hub, tmp_path, monkeypatch):
+    def make_parts(job, shards, workers):
+        for number, shard in enumerate(shards):
+            packing.make_part(job, number, shard, lambda num_tokens: None)
+
+    hub.commit("Owner/corpus", fineweb_parts(2, 6, seed=0, row_group_size=4))
+    monkeypatch.setattr(packing, "_make_parts", make_parts)
+    config = with_pack(JobConfig(data=Data(sources={"s": Source(path="Owner/corpus")})), "s", tmp_path / "pack")
+    make_packs(config)
+    assert open_pack("p", str(tmp_path / "pack")).num_documents == 12
+    hub.forget_requests()
+    make_packs(config)
+    data_fingerprint(config.data, Training(), 0, TOKENIZER)
+    assert not hub.requests()
+    with pytest.raises(UserError, match=r"is a pack of something else \(revision differ\)"):
+        make_packs(with_pack(config, "s", tmp_path / "pack", revision="other"))
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 7, 500])
@@ -291,8 +341,6 @@ def test_a_pack_of_another_tokenizer_is_refused_at_start(packs, other_tokenizer,
 
 def test_tokens_take_four_bytes_when_the_vocabulary_needs_them(packs, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(Tokenizer, "__reduce__", lambda self: (load_tokenizer, ()))
-    from titan_loom.data import packing
-
     wide = load_tokenizer()
     wide.vocab_size = (1 << 16) + 1
     monkeypatch.setattr(packing, "load_tokenizer", lambda path: wide)

@@ -57,6 +57,16 @@ def test_an_export_that_could_not_be_made_is_found_at_start(sentence, monkeypatc
     assert sentence("--checkpoint.last_save_in_hf").startswith("checkpoint.last_save_in_hf needs transformers: pip")
 
 
+def test_a_source_is_packed_before_a_run(sentence, tmp_path):
+    packed = ["--data.sources.prose.pack", str(tmp_path / "pack")]
+    assert "training.global_batch_size" in sentence(*packed, world_size=4)
+    assert not (tmp_path / "pack").exists()
+    assert sentence(*packed) is None
+    assert (tmp_path / "pack" / "metadata.json").exists()
+    (tmp_path / "text" / "a.jsonl").write_text(json.dumps({"text": "other words"}) + "\n")
+    assert "data.sources.prose.pack is" in sentence(*packed)
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [

@@ -61,6 +61,10 @@ class Source:
     """`embedded:code` or `embedded:prose` (made from the running Python's standard library), a local file or folder
     (parquet, jsonl, text, a pack of `titan-loom pack`), or a dataset on the Hub as `owner/name`."""
 
+    pack: str | None = None
+    """Folder of the source's pack: before the run the source is tokenised into it, unless that was done, and then read
+    from it. A pack of other files or settings is refused. Once it is made, the Hub is not asked for anything."""
+
     config: str | None = None
     """Configuration (subset) of a Hub dataset, as its card names them. Default: the card's default, or all files."""
 

@@ -2,7 +2,7 @@
 the holdout. A dropped document is counted once, under the first reason that applies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,11 @@ def filter_columns(source: Source, form: Format) -> tuple[str, ...]:
     if source.licenses:
         columns.append(source.license_column)
     return tuple(columns)
+
+
+def describe_counts(filtered: Sequence[int]) -> str:
+    """Counts of the reasons of one source in words."""
+    return ", ".join(f"{reason} {count:,}" for reason, count in zip(REASONS, filtered, strict=True) if count) or "none"
 
 
 def count_by_reason(source_names: list[str], counts: list[int]) -> dict[str, dict[str, int]]:

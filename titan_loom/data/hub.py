@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.repocard import RepoCard
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-from titan_loom.data.retry import Access, Transient
+from titan_loom.data.retry import Access, Transient, first_line
 from titan_loom.errors import ReadError, UserError
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Dataset:
         self._access = access
         self._revision = revision
         url = f"{constants.ENDPOINT}/api/datasets/{path}/revision/{quote(revision, safe='')}"
-        self.commit: str = self._get(url, "the revision", _json)[0]["sha"]
+        self.commit: str = self._get(url, "the revision", json.loads)[0]["sha"]
 
     def list_files(self, config: str | None, split: str) -> list[tuple[str, int]]:
         """Path and size of each file of a configuration, or of all when the dataset's card names none, sorted."""
@@ -107,7 +107,7 @@ class Dataset:
         url = f"{constants.ENDPOINT}/api/datasets/{self._path}/tree/{self.commit}/{quote(folder)}".rstrip("/")
         url, files = f"{url}?recursive=true&expand=false", []
         while url:
-            page, url = self._get(url, "the list of files", _json)
+            page, url = self._get(url, "the list of files", json.loads)
             files += [(entry["path"], entry["size"]) for entry in page if entry["type"] == "file"]
         return sorted(files)
 
@@ -161,7 +161,7 @@ class Dataset:
                 raise UserError(f"{self._key}: {self._path} has no files in the folder of its configuration") from error
             raise
         except HfHubHTTPError as error:
-            raise UserError(f"{found}: the Hub refuses {what} ({_first_line(error)}); check HF_TOKEN") from error
+            raise UserError(f"{found}: the Hub refuses {what} ({first_line(error)}); check HF_TOKEN") from error
 
 
 def _patterns_by_split(config: dict[str, Any]) -> dict[str, list[str]] | None:
@@ -270,7 +270,7 @@ class HubFile(io.RawIOBase):
         try:
             return self._access.attempt(self._name, attempt)
         except (HfHubHTTPError, OfflineModeIsEnabled) as error:
-            raise ReadError(self._access.name, self._name, _first_line(error)) from error
+            raise ReadError(self._access.name, self._name, first_line(error)) from error
 
 
 def _request(url: str, headers: dict[str, str], seconds: float, read: Callable[[Any, float], T]) -> T:
@@ -307,10 +307,6 @@ def _card_data(body: bytes) -> dict[str, Any]:
     return RepoCard(text, ignore_metadata_errors=True).data.to_dict()
 
 
-def _json(body: bytes) -> Any:
-    return json.loads(body)
-
-
 def _chunks(response: Any, deadline: float) -> Iterator[bytes]:
     """The body; gives up when it has taken too long, which the session's time limit between bytes would not."""
     for chunk in response.iter_bytes():
@@ -329,7 +325,3 @@ def _retry_after(text: str | None) -> float | None:
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
     except ValueError:
         return None
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

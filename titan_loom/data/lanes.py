@@ -145,24 +145,23 @@ def open_stream(
     row_state, document, *inside = state or (None, 0)
     if source.pack is not None:
         documents = PackStream(
-            source.pack,
-            source.keep.holdout,
+            pack=source.pack,
+            holdout=source.keep.holdout,
             seed=plan.seed,
             source_name=source.name,
             lane=lane,
             lanes=plan.lanes,
-            state=row_state,
+            start=row_state,
         )
         row_state = documents.state()
     else:
         rows = open_row_stream(plan, source, lane, row_state)
         documents = TokenStream(
-            rows,
-            source.form,
-            plan.tokenizer,
-            encode_batch_size=source.encode_batch_size,
-            source_name=source.name,
+            rows=rows,
+            form=source.form,
             keep=source.keep,
+            tokenizer=plan.tokenizer,
+            encode_batch_size=source.encode_batch_size,
             first_document=document,
             filtered=filtered,
         )
@@ -177,7 +176,7 @@ def open_stream(
 def open_row_stream(plan: LanePlan, source: LaneSource, lane: int, state: RowState | None = None) -> RowStream:
     """The rows of one source in one lane."""
     return RowStream(
-        source.shards,
+        shards=source.shards,
         seed=plan.seed,
         source_name=source.name,
         lane=lane,
@@ -187,7 +186,7 @@ def open_row_stream(plan: LanePlan, source: LaneSource, lane: int, state: RowSta
         columns=source.columns,
         access=source.access,
         texts=source.form.texts,
-        state=state,
+        start=state,
     )
 
 

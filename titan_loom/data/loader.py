@@ -29,7 +29,7 @@ from titan_loom.data.lanes import LaneDataset, LanePlan, LaneSource, LaneStep
 from titan_loom.data.mixing import Mixer
 from titan_loom.data.packs import check_pack, open_pack
 from titan_loom.data.retry import Access
-from titan_loom.data.sources import Parts, list_sources, source_columns
+from titan_loom.data.sources import Parts, list_sources, source_columns, source_settings
 from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
@@ -68,10 +68,8 @@ class LaneLoader:
     of lanes.
 
     Args:
-        steps, total_tokens: length of the run; with `total_tokens` its last step is cut to meet them.
         start_step: steps already taken; each of the rank's lanes must then have a state in `lane_states`.
-        holdout: read the documents that are held out in place of the others.
-        listing: what `list_sources` found, if it was called before: ranks share one.
+        order: the keyword arguments of `build_plan`.
 
     Raises UserError for sources that cannot be read and for a lane without a state.
     """
@@ -82,17 +80,11 @@ class LaneLoader:
         dataloader: Dataloader,
         tokenizer: Tokenizer,
         *,
-        seed: int,
-        seq_len: int,
-        global_batch_size: int,
-        steps: int,
-        total_tokens: int | None,
         dp_rank: int,
         dp_degree: int,
         start_step: int = 0,
         lane_states: dict[int, str] | None = None,
-        holdout: bool = False,
-        listing: dict[str, Parts] | None = None,
+        **order: Any,
     ):
         self.source_names = list(data.sources)
         lanes_per_rank = data.lanes // dp_degree
@@ -100,17 +92,7 @@ class LaneLoader:
         states = {lane: state for lane, state in (lane_states or {}).items() if lane in self._lanes}
         if start_step:
             _check_states(states, self._lanes, data.lanes, start_step)
-        plan = build_plan(
-            data,
-            tokenizer,
-            seed=seed,
-            seq_len=seq_len,
-            global_batch_size=global_batch_size,
-            steps=steps,
-            total_tokens=total_tokens,
-            holdout=holdout,
-            listing=listing,
-        )
+        plan = build_plan(data, tokenizer, **order)
         self._pin_memory = dataloader.pin_memory and torch.cuda.is_available()
         dataset = LaneDataset(plan, self._lanes, start_step, states)
         # Workers read one end until the other is closed, be it by `close` or by the death of this process.
@@ -195,7 +177,13 @@ def build_plan(
     holdout: bool = False,
     listing: dict[str, Parts] | None = None,
 ) -> LanePlan:
-    """What the lanes of a run have in common; the arguments are those of `LaneLoader`."""
+    """What the lanes of a run have in common.
+
+    Args:
+        steps, total_tokens: length of the run; with `total_tokens` its last step is cut to meet them.
+        holdout: read the documents that are held out in place of the others.
+        listing: what `list_sources` found, if it was called before: ranks share one.
+    """
     mixer = Mixer(
         _stages(data),
         seq_len=seq_len,
@@ -229,13 +217,13 @@ def _lane_sources(data: Data, holdout: Holdout, listing: dict[str, Parts]) -> tu
     sources = []
     for name, source in data.sources.items():
         parts = listing[name]
-        is_pack = parts.kind == "pack"
-        pack = open_pack(f"data.sources.{name}.path", source.path) if is_pack else None
-        shards = () if is_pack else parts.shards(data.lanes)
-        ignored = f", {parts.num_ignored:,} other files ignored" if parts.num_ignored else ""
-        if pack is not None:
-            found = f"{pack.num_documents:,} documents, {pack.num_tokens:,} tokens"
+        pack, shards = None, ()
+        if parts.kind == "pack":
+            pack = open_pack(f"data.sources.{name}.path", parts.parts[0].path)
+            found = f"{pack.num_documents:,} documents, {pack.num_tokens:,} tokens in {pack.path}"
         else:
+            shards = parts.shards(data.lanes)
+            ignored = f", {parts.num_ignored:,} other files ignored" if parts.num_ignored else ""
             found = f"{len(parts.parts):,} parts in {len(shards):,} shards for {data.lanes} lanes{ignored}"
         logger.info(f"Data source {name}: {source.path} ({parts.kind}), {found}")
         sources.append(
@@ -315,7 +303,7 @@ def combine_digests(digests: Sequence[bytes]) -> str:
 
 def data_fingerprint(
     data: Data, training: Training, seed: int, tokenizer: Tokenizer, listing: dict[str, Parts] | None = None
-) -> dict[str, int | str | float | None]:
+) -> dict[str, Any]:
     """What the order of the data depends on: configuration keys (as `section.key`) with their values, and digests of
     the tokenizer and of each source's parts. Kept in checkpoints, so that a resume can say which of them was changed.
 
@@ -323,7 +311,7 @@ def data_fingerprint(
     may be extended.
     """
     listing = listing or list_sources(data)
-    fingerprint: dict[str, int | str | float | None] = {
+    fingerprint: dict[str, Any] = {
         "debug.seed": seed,
         "training.global_batch_size": training.global_batch_size,
         "training.seq_len": training.seq_len,
@@ -339,24 +327,11 @@ def data_fingerprint(
     }
     for name, source in data.sources.items():
         key = f"data.sources.{name}"
-        parts, keep = listing[name], build_filter(source, Holdout())
+        parts = listing[name]
         if parts.kind == "pack":
-            check_pack(f"{key}.path", open_pack(f"{key}.path", source.path), tokenizer)
-        fingerprint |= {
-            f"{key}.path": source.path,
-            f"{key}.config": source.config or "",
-            f"{key}.split": source.split,
-            f"{key}.revision": source.revision or "main",
-            f"{key}.commit": parts.commit,
-            f"{key}.format": source.format,
-            f"{key}.share": source.share,
-            f"{key}.languages": ", ".join(sorted(keep.languages)),
-            f"{key}.min_chars": keep.min_chars,
-            f"{key}.max_chars": keep.max_chars,
-            f"{key}.licenses": ", ".join(sorted(keep.licenses)),
-            f"{key}.license_column": source.license_column,
-            f"{key}.parts": parts.digest(),
-        }
+            check_pack(f"{key}.path", open_pack(f"{key}.path", parts.parts[0].path), tokenizer)
+        settings = source_settings(source) | {"share": source.share, "commit": parts.commit, "parts": parts.digest()}
+        fingerprint |= {f"{key}.{name}": value for name, value in settings.items()}
     return fingerprint
 
 

@@ -5,6 +5,7 @@ so whatever ends the command costs at most the parts that were being made; start
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -14,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import wait
@@ -32,7 +33,7 @@ from titan_loom.data.holdout import Holdout, key_point
 from titan_loom.data.packs import Pack, is_pack, open_pack, verify
 from titan_loom.data.readers import Shard, open_rows
 from titan_loom.data.retry import Access
-from titan_loom.data.sources import list_parts, source_columns
+from titan_loom.data.sources import is_on_hub, list_parts, source_columns, source_settings
 from titan_loom.data.tokenizer import Tokenizer, load_tokenizer
 from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
@@ -82,23 +83,42 @@ def main(argv: list[str]) -> None:
         if options.source is None and len(names) != 1:
             raise UserError(f"--source is not set; it must be one of [data.sources]: {', '.join(names)}")
         made = pack(config, options.source or names[0], Path(options.out), max(1, options.workers))
-        report = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens in {made.path}"
     else:
         packs = [open_pack("pack", path) for path in paths]
         if not packs:
             raise UserError(f"titan-loom pack {what} names no pack; give at least one folder")
-        if what == "merge":
-            made = merge(packs, Path(options.out))
-            report = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens in {made.path}"
-        else:
+        if what == "verify":
             for each in packs:
                 verify(each)
-            report = f"{len(packs)} packs are whole"
-    print(report)
+            return print(f"{len(packs)} packs are whole")
+        made = merge(packs, Path(options.out))
+    print(f"{made.num_documents:,} documents, {made.num_tokens:,} tokens in {made.path}")
 
 
-def pack(config: JobConfig, name: str, out: Path, workers: int) -> Pack:
-    """Pack source `name` of `config` into folder `out`, going on where an earlier call for it was ended.
+def make_packs(config: JobConfig) -> None:
+    """Make the packs that `config` reads from and that are not there yet. Raises UserError as `pack` does."""
+    for name, source in config.data.sources.items():
+        if source.pack is None:
+            continue
+        out = Path(source.pack).expanduser()
+        if is_pack(str(out)):
+            pack(config, name, out, 1, f"data.sources.{name}.pack")  # checks that it is this one
+            continue
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            lock = open(f"{out}.lock", "w")
+        except OSError as error:
+            reason = f"it must be a folder that can be written to: {error.strerror}"
+            raise UserError(f"data.sources.{name}.pack is {source.pack!r}; {reason}") from error
+        with lock:  # every host comes here, and the folder may be shared: the first makes it, the others wait
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            logger.info(f"Packing data source {name} into {out}")
+            pack(config, name, out, os.cpu_count(), f"data.sources.{name}.pack")
+
+
+def pack(config: JobConfig, name: str, out: Path, workers: int, key: str = "--out") -> Pack:
+    """Pack source `name` of `config` into folder `out`, which `key` gave, going on where an earlier call for it was
+    ended.
 
     Raises UserError for a source that there is not or that cannot be packed, and for a folder that holds anything else.
     """
@@ -107,36 +127,27 @@ def pack(config: JobConfig, name: str, out: Path, workers: int) -> Pack:
         raise UserError(f"--source is {name!r}; it must be one of [data.sources]: {', '.join(config.data.sources)}")
     if is_pack(source.path):
         raise UserError(f"data.sources.{name}.path = {source.path!r} is a pack already")
+    source = replace(source, pack=None)
     tokenizer, access = load_tokenizer(config.model.tokenizer_path), Access(name, config.data.streaming)
+    origin = source_settings(source)
+    if is_pack(str(out)) and is_on_hub(source.path):  # a commit does not change
+        return _finished(out, origin, tokenizer, key)
     parts = list_parts(name, source, access, _commit_in(out))
+    origin |= {"commit": parts.commit, "parts": parts.digest()}
+    if is_pack(str(out)):
+        return _finished(out, origin, tokenizer, key)
     if len(parts.parts) < NUM_PARTS:
         parts = parts.counted(access)
-    keep = build_filter(source, Holdout())
-    origin = {
-        "path": source.path,
-        "config": source.config,
-        "split": source.split,
-        "commit": parts.commit,
-        "parts": parts.digest(),
-        "format": source.format,
-        "languages": sorted(keep.languages),
-        "min_chars": keep.min_chars,
-        "max_chars": keep.max_chars,
-        "licenses": sorted(keep.licenses),
-        "license_column": source.license_column,
-    }
-    if is_pack(str(out)):
-        return _finished(out, origin, tokenizer)
-    _start_folder(out, {"tokenizer": tokenizer.sha256, **origin})
+    _start_folder(out, {"tokenizer": tokenizer.sha256, **origin}, key)
     job = PartJob(
         source_name=name,
         form=get_format(name, source.format),
         columns=source_columns(name, source),
-        keep=keep,
+        keep=build_filter(source, Holdout()),
         access=access,
         tokenizer=tokenizer,
         encode_batch_size=source.encode_batch_size,
-        dtype=_dtype(tokenizer),
+        dtype="<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4",
         folder=out / "parts",
     )
     shards = parts.shards(NUM_PARTS)
@@ -168,8 +179,7 @@ def merge(packs: list[Pack], out: Path) -> Pack:
             raise UserError(
                 f"{packs[0].path!r} and {other.path!r} are of two tokenizers: only packs of one can be merged"
             )
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out is {str(out)!r}, which is not empty: name a new folder")
+    _check_empty(out, "--out")
     for each in packs:
         verify(each)
     out.mkdir(parents=True, exist_ok=True)
@@ -183,16 +193,15 @@ def merge(packs: list[Pack], out: Path) -> Pack:
     )
 
 
-def _dtype(tokenizer: Tokenizer) -> str:
-    return "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-
-
-def _finished(out: Path, origin: dict[str, Any], tokenizer: Tokenizer) -> Pack:
+def _finished(out: Path, origin: dict[str, Any], tokenizer: Tokenizer, key: str) -> Pack:
     """The pack that is in `out` already, if it is this one."""
-    there = open_pack("--out", str(out))
+    there = open_pack(key, str(out))
     (first, *others) = there.origin
-    if others or there.tokenizer != tokenizer.sha256 or {key: first.get(key) for key in origin} != origin:
-        raise UserError(f"--out is {str(out)!r}, which is a pack of something else: name another folder")
+    changed = [name for name, value in origin.items() if first.get(name) != value]
+    changed += ["tokenizer"] * (there.tokenizer != tokenizer.sha256)
+    if others or changed:
+        reason = f" ({', '.join(changed)} differ)" if changed and not others else ""
+        raise UserError(f"{key} is {str(out)!r}, which is a pack of something else{reason}: name another folder")
     shutil.rmtree(out / "parts", ignore_errors=True)
     (out / "plan.json").unlink(missing_ok=True)
     return there
@@ -200,24 +209,26 @@ def _finished(out: Path, origin: dict[str, Any], tokenizer: Tokenizer) -> Pack:
 
 def _commit_in(out: Path) -> str | None:
     """What the revision of a Hub dataset was resolved to when this pack was begun."""
-    if is_pack(str(out)):
-        return open_pack("--out", str(out)).origin[0].get("commit") or None
     file = out / "plan.json"
     return (json.loads(file.read_text())["commit"] or None) if file.exists() else None
 
 
-def _start_folder(out: Path, plan: dict[str, Any]) -> None:
+def _start_folder(out: Path, plan: dict[str, Any], key: str) -> None:
     file = out / "plan.json"
     if file.exists():
         if json.loads(file.read_text()) != plan:
-            raise UserError(f"--out is {str(out)!r}, which holds an unfinished pack of something else: delete it")
+            raise UserError(f"{key} is {str(out)!r}, which holds an unfinished pack of something else: delete it")
         return
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out is {str(out)!r}, which is not empty: name a new folder")
+    _check_empty(out, key)
     (out / "parts").mkdir(parents=True)
     aside = out / "parts" / "plan.writing"
     aside.write_text(json.dumps(plan, indent=2))
     aside.rename(file)
+
+
+def _check_empty(out: Path, key: str) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{key} is {str(out)!r}, which is not empty: name a new folder")
 
 
 def _marker(folder: Path, number: int) -> Path:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import InitVar, asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -126,6 +126,7 @@ def verify(pack: Pack) -> None:
                 raise UserError(f"pack {pack.path!r} is damaged: the checksum of {name} is not the one in {METADATA}")
 
 
+@dataclass(kw_only=True, eq=False)
 class PackStream:
     """Endless iterator over the documents of one lane: in every epoch each document comes once, over all lanes, in an
     order drawn from (seed, source, epoch).
@@ -136,26 +137,17 @@ class PackStream:
     Raises UserError when there is no document for this reader.
     """
 
-    def __init__(
-        self,
-        pack: Pack,
-        holdout: Holdout,
-        *,
-        seed: int,
-        source_name: str,
-        lane: int,
-        lanes: int,
-        state: PackState | None = None,
-    ):
-        self._pack = pack
-        self._holdout = holdout
-        self._seed = seed
-        self._source_name = source_name
-        self._lane = lane
-        self._lanes = lanes
-        self._tokens, self._starts = pack.array("tokens"), pack.array("starts")
-        epoch, place = state or (0, 0)
-        self._start_epoch(epoch, place)
+    pack: Pack
+    holdout: Holdout
+    seed: int
+    source_name: str
+    lane: int
+    lanes: int
+    start: InitVar[PackState | None] = None
+
+    def __post_init__(self, start: PackState | None):
+        self._tokens, self._starts = self.pack.array("tokens"), self.pack.array("starts")
+        self._start_epoch(*(start or (0, 0)))
 
     def state(self) -> PackState:
         """The position of the next document."""
@@ -173,14 +165,14 @@ class PackStream:
 
     def _start_epoch(self, epoch: int, place: int) -> None:
         self._epoch, self._place = epoch, place
-        order = _epoch_order(self._pack.path, self._holdout, self._seed, self._source_name, epoch, self._lanes)
+        order = _epoch_order(self.pack.path, self.holdout, self.seed, self.source_name, epoch, self.lanes)
         if not (order >= 0).any():
-            part = "the holdout of " if self._holdout.inside else "nothing outside the holdout of "
+            part = "the holdout of " if self.holdout.inside else "nothing outside the holdout of "
             raise UserError(
-                f"data.sources.{self._source_name}.path gives no documents: of {self._pack.num_documents:,}, "
-                f"{part}data.holdout_percent = {self._holdout.percent:g} is asked for"
+                f"data.sources.{self.source_name}.path gives no documents: of {self.pack.num_documents:,}, "
+                f"{part}data.holdout_percent = {self.holdout.percent:g} is asked for"
             )
-        mine = order[self._lane :: self._lanes]
+        mine = order[self.lane :: self.lanes]
         self._order = mine[mine >= 0]
 
 

@@ -9,30 +9,27 @@ which row is wrong.
 
 import io
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fsspec.compression import compr
-from fsspec.utils import infer_compression
 from pyarrow.lib import ArrowException
 
 from titan_loom.config.job_config import Streaming
 from titan_loom.data import embedded
 from titan_loom.data.languages import language_of
-from titan_loom.data.retry import Access, Transient
+from titan_loom.data.retry import Access, Transient, first_line
 from titan_loom.data.text_files import read_text
 from titan_loom.errors import ReadError, UserError
 
 Row = dict[str, Any]
 
 ROWS_PER_BATCH = 16
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
 _LIST_LEVELS = {"list", "element", "item", "array", "bag"}  # what writers call the levels of a list
 
 BUFFER_BYTES = 1 << 20
@@ -45,12 +42,8 @@ class BadRow(Exception):
     """A row that is not what it must be; the text says what it is."""
 
 
-DAMAGED = (BadRow, ArrowException, OSError, EOFError, UnicodeDecodeError, zlib.error)
+DAMAGED = (BadRow, ArrowException, OSError, EOFError, UnicodeDecodeError)
 """What reading a damaged file raises."""
-if find_spec("zstandard"):
-    import zstandard
-
-    DAMAGED = (*DAMAGED, zstandard.ZstdError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +125,7 @@ def column_types(part: Part, access: Access | None = None) -> dict[str, str]:
 
 
 def _unreadable(part: Part, access: Access, error: Exception, row: int | None = None) -> UserError | ReadError:
-    failure = ReadError(access.name, part.name, _first_line(error), row)
+    failure = ReadError(access.name, part.name, first_line(error), row)
     is_of_the_machine = isinstance(error, OSError) and error.errno is not None
     return failure if part.is_remote or is_of_the_machine else UserError(str(failure))
 
@@ -194,7 +187,7 @@ def _read_again(part: Part, access: Access, error: Exception, tries: int) -> Non
     """Let a remote part that gave nonsense be read again: with the right status and length, only decoding shows it."""
     if not part.is_remote:
         raise error
-    access.failed(part.name, Transient(f"damaged data ({_first_line(error)})", wrong=True), tries)
+    access.failed(part.name, Transient(f"damaged data ({first_line(error)})", wrong=True), tries)
 
 
 def _read_parquet(part: Part, start: int, stop: int | None, columns: tuple[str, ...], access: Access) -> Iterator[Row]:
@@ -318,7 +311,7 @@ def _parse(line: bytes) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"the line is no JSON ({_first_line(error)})") from error
+        raise BadRow(f"the line is no JSON ({first_line(error)})") from error
     if not isinstance(row, dict):
         raise BadRow(f"the line must be a JSON object, but is of type {type(row).__name__}")
     return row
@@ -326,19 +319,18 @@ def _parse(line: bytes) -> Row:
 
 def _jsonl_lines(part: Part, access: Access) -> Iterator[bytes]:
     with io.BufferedReader(open_file(part, access), BUFFER_BYTES) as file:
-        compression = infer_compression(part.name)
-        # What unpacks zstd cannot give lines by itself.
-        lines = io.BufferedReader(compr[compression](file, mode="rb")) if compression else file
+        codec = _CODECS.get(Path(part.name).suffix.lower())
+        lines = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)) if codec else file
         yield from (line for line in lines if line.strip())
 
 
 def _entry_rows(part: Part, start: int, stop: int | None, columns: tuple[str, ...], access: Access) -> Iterator[Row]:
-    read = _text_row if part.kind == "text" else _embedded_row
-    return (read(part, entry) for entry in part.entries[start:stop])
+    read = _text_row if part.kind == "text" else embedded.row
+    return (read(part.path, entry) for entry in part.entries[start:stop])
 
 
-def _text_row(part: Part, entry: str) -> Row:
-    root = Path(part.path)
+def _text_row(folder: str, entry: str) -> Row:
+    root = Path(folder)
     content = read_text(root / entry)
     return {
         "repo_path": root.name,
@@ -347,10 +339,6 @@ def _text_row(part: Part, entry: str) -> Row:
         "content": content,
         "text": content,
     }
-
-
-def _embedded_row(part: Part, entry: str) -> Row:
-    return embedded.row(part.name, entry)
 
 
 def _entry_columns(part: Part, access: Access) -> dict[str, str]:
@@ -367,10 +355,6 @@ class _Reader:
     rows: Callable[[Part, int, int | None, tuple[str, ...], Access], Iterator[Row]]
     count: Callable[[Part, Access], int]
     columns: Callable[[Part, Access], dict[str, str]]
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 _ENTRIES = _Reader(_entry_rows, lambda part, access: len(part.entries), _entry_columns)

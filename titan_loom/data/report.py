@@ -17,9 +17,10 @@ from rich.table import Table
 
 from titan_loom.config import JobConfig, load_config
 from titan_loom.config.checks import check
-from titan_loom.data.filters import REASONS, kept_documents
+from titan_loom.data.filters import REASONS, describe_counts, kept_documents
 from titan_loom.data.lanes import LanePlan, LaneSource, open_row_stream, open_stream
 from titan_loom.data.loader import Batch, LaneLoader, batch_digests, build_plan, combine_digests, data_fingerprint
+from titan_loom.data.packing import make_packs
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titan_loom.errors import UserError
@@ -54,6 +55,7 @@ def main(argv: list[str]) -> None:
     config = replace(config, parallelism=replace(config.parallelism, expected_world_size=None))
     check(config, 1)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
+    make_packs(config)
     listing = list_sources(config.data)
     # Checks what the numbers alone do not tell, as a start of training does.
     data_fingerprint(config.data, config.training, config.debug.seed, tokenizer, listing)
@@ -114,7 +116,7 @@ def stats(given: Given, documents: int) -> None:
             f"{num_tokens / max(1, num_documents):,.1f}",
             f"{num_bytes / num_tokens:.3f}" if num_bytes else "packed",
             f"{100 * float(share):.3f} %",
-            ", ".join(f"{reason} {n:,}" for reason, n in zip(REASONS, filtered, strict=True) if n) or "none",
+            describe_counts(filtered),
         )
     Console().print(table)
 

@@ -114,5 +114,10 @@ class Access:
             self.seconds += time.monotonic() - started
 
 
+def first_line(error: Exception) -> str:
+    """What `error` says, in a line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def _rank() -> str:
     return os.environ.get("RANK", "0")

@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from titan_loom.config.job_config import Data, Source, Streaming
 from titan_loom.data import embedded
@@ -94,8 +94,15 @@ def list_parts(name: str, source: Source, access: Access | None = None, commit: 
     """
     form = get_format(name, source.format)
     access = access or Access(name, Streaming())
+    if source.pack is not None:
+        return _pack_parts(f"data.sources.{name}.pack", source.pack)
     if is_pack(source.path):
-        return _pack_parts(name, source)
+        if has_filters(source):
+            raise UserError(
+                f"data.sources.{name}.path = {source.path!r} is a pack, whose documents cannot be filtered any more: "
+                "set the filters where it is packed, not here"
+            )
+        return _pack_parts(f"data.sources.{name}.path", source.path)
     if is_on_hub(source.path):
         parts = _hub_parts(f"data.sources.{name}", source, commit, access)
     else:
@@ -114,6 +121,14 @@ def is_on_hub(path: str) -> bool:
     """Whether `path` means a dataset on the Hub: it looks like one and is no local path."""
     looks_like = len(path) <= MAX_HUB_NAME_CHARS and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
     return looks_like and not os.path.exists(path)
+
+
+def source_settings(source: Source) -> dict[str, Any]:
+    """What decides on the documents of `source`, besides its files."""
+    settings = asdict(source) | {"revision": source.revision or "main"}
+    for name in ("languages", "licenses"):
+        settings[name] = sorted({value.lower() for value in settings[name]})
+    return {name: value for name, value in settings.items() if name not in ("pack", "share", "encode_batch_size")}
 
 
 def source_columns(name: str, source: Source) -> tuple[str, ...]:
@@ -140,13 +155,8 @@ def _embedded_parts(found: str, path: str) -> Parts:
     return Parts(kind="embedded", parts=(part,))
 
 
-def _pack_parts(name: str, source: Source) -> Parts:
-    if has_filters(source):
-        raise UserError(
-            f"data.sources.{name}.path = {source.path!r} is a pack, whose documents cannot be filtered any more: set "
-            "the filters where it is packed, not here"
-        )
-    pack = open_pack(f"data.sources.{name}.path", source.path)
+def _pack_parts(key: str, path: str) -> Parts:
+    pack = open_pack(key, path)
     # By its contents: the same pack in another place is the same data.
     part = Part(kind="pack", name=pack.digest(), path=pack.path, size=pack.file_sizes()["tokens.bin"])
     return Parts(kind="pack", parts=(part,))
@@ -176,7 +186,10 @@ def _local_parts(found: str, given_path: str, form: str) -> Parts:
     # Not the methods of Path: they raise for a name that is too long and for a user that there is not.
     path = Path(os.path.expanduser(given_path))
     if not given_path or not os.path.exists(path):
-        raise UserError(f"{found} {_why_missing(given_path)}")
+        names = " or ".join(embedded.NAMES)
+        raise UserError(
+            f"{found} does not exist: give a file or folder of {_ALLOWED}, {names}, or a Hub dataset as owner/name"
+        )
     if not (path.is_dir() or path.is_file()):
         raise UserError(f"{found} is neither a regular file nor a folder")
     root, files = (path, list_files(path)) if path.is_dir() else (path.parent, [path.name])
@@ -186,15 +199,8 @@ def _local_parts(found: str, given_path: str, form: str) -> Parts:
             by_kind[kind].append(file)
     kind = _choose_kind(found, form, by_kind)
     chosen = by_kind[kind]
-    if any(file.endswith(".zst") for file in chosen) and not find_spec("zstandard"):
-        raise UserError(f"{found} holds .zst files, which need `pip install zstandard`")
     parts = _text_parts(root, chosen) if kind == "text" else [_file_part(kind, root, file) for file in chosen]
     return Parts(kind=kind, parts=tuple(parts), num_ignored=len(files) - len(chosen))
-
-
-def _why_missing(path: str) -> str:
-    embedded_names = " or ".join(embedded.NAMES)
-    return f"does not exist: give a file or folder of {_ALLOWED}, {embedded_names}, or a Hub dataset as owner/name"
 
 
 def _kind_of(file: str) -> str | None:

@@ -7,12 +7,13 @@ every document remembers the row that it came from, so neither the result nor th
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from titan_loom.data.documents import Format
-from titan_loom.data.filters import REASONS, Filter, kept_documents
+from titan_loom.data.filters import REASONS, Filter, describe_counts, kept_documents
 from titan_loom.data.rows import RowState, RowStream
 from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.errors import UserError
@@ -37,37 +38,24 @@ class TokenisedDocument(NamedTuple):
     """Documents dropped before it, since the start of the run."""
 
 
+@dataclass(kw_only=True, eq=False)
 class TokenStream:
-    """Endless iterator of `TokenisedDocument`.
+    """Endless iterator of `TokenisedDocument`. Raises UserError when the rows give no documents."""
 
-    Args:
-        first_document: documents of the first row to leave out (they were consumed before).
-        filtered: what was dropped before that document.
-        encode_batch_size: documents per tokenizer call.
+    rows: RowStream
+    form: Format
+    keep: Filter
+    tokenizer: Tokenizer
+    encode_batch_size: int
+    """Documents per tokenizer call."""
 
-    Raises UserError when the rows give no documents.
-    """
+    first_document: int = 0
+    """Documents of the first row to leave out: they were consumed before."""
 
-    def __init__(
-        self,
-        rows: RowStream,
-        form: Format,
-        tokenizer: Tokenizer,
-        *,
-        encode_batch_size: int,
-        source_name: str,
-        keep: Filter,
-        first_document: int = 0,
-        filtered: Counts = NO_COUNTS,
-    ):
-        self._rows = rows
-        self._form = form
-        self._tokenizer = tokenizer
-        self._encode_batch_size = encode_batch_size
-        self._source_name = source_name
-        self._filter = keep
-        self._first_document = first_document
-        self._filtered = tuple(filtered)
+    filtered: Counts = NO_COUNTS
+    """What was dropped before that document."""
+
+    def __post_init__(self):
         self._documents = self._read_documents()
         self._ready: deque[TokenisedDocument] = deque()
 
@@ -76,25 +64,21 @@ class TokenStream:
 
     def __next__(self) -> TokenisedDocument:
         if not self._ready:
-            batch = [next(self._documents) for _ in range(self._encode_batch_size)]
-            tokens = self._tokenizer.encode_batch([text for text, _ in batch])
+            batch = [next(self._documents) for _ in range(self.encode_batch_size)]
+            tokens = self.tokenizer.encode_batch([text for text, _ in batch])
             self._ready += (TokenisedDocument(ids, *position) for ids, (_, position) in zip(tokens, batch, strict=True))
         return self._ready.popleft()
 
     def _read_documents(self) -> Iterator[tuple[str, tuple[RowState, int, Counts]]]:
-        first, last_epoch = self._first_document, self._rows.epoch
-        filtered, source = list(self._filtered), f"data.sources.{self._source_name}"
-        for row, state in self._rows:
-            for index, document in kept_documents(self._form, self._filter, row, source, filtered, first):
-                last_epoch = self._rows.epoch
+        first, last_epoch = self.first_document, self.rows.epoch
+        filtered, source = list(self.filtered), f"data.sources.{self.rows.source_name}"
+        for row, state in self.rows:
+            for index, document in kept_documents(self.form, self.keep, row, source, filtered, first):
+                last_epoch = self.rows.epoch
                 yield document.text, (state, index, tuple(filtered))
             first = 0
-            if self._rows.epoch - last_epoch > self._rows.epochs_to_meet_all:
+            if self.rows.epoch - last_epoch > self.rows.epochs_to_meet_all:
                 raise UserError(
-                    f"{source}: no row gives a document in format {self._form.name!r}: "
-                    f"all are blank, vendored, binary, not UTF-8 or filtered ({_describe(filtered)})"
+                    f"{source}: no row gives a document in format {self.form.name!r}: "
+                    f"all are blank, vendored, binary, not UTF-8 or filtered ({describe_counts(filtered)})"
                 )
-
-
-def _describe(filtered: list[int]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in zip(REASONS, filtered, strict=True) if count) or "none"

@@ -213,7 +213,7 @@ def _check_same_model(start: Start, name: str, model_args: dict[str, Any]) -> No
 
 def _check_extendable(start: Start, training: Training) -> None:
     """A step that was cut to meet `total_tokens` comes last: data and schedules count all others as full."""
-    if start.model_only:
+    if start.model_only or start.state["data"].get("data.packing") == "first_fit":  # padded, never cut
         return
     data, seen = start.state["data"], start.state["tokens_seen"]
     full = start.state["step"] * data["training.global_batch_size"] * data["training.seq_len"]
