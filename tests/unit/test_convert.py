@@ -40,7 +40,14 @@ VARIANTS = [
     replace(TINY, schedule=(0, 1, 1, 2, 0), ngram_visits=(0, 2)),
     TINY_LOOM,
     replace(TINY_LOOM, kv_gate=True, kv_cache="shared", per_loop_routers=False, num_shared_experts=0),
-    replace(TINY_LOOM, looping_residual=False, embed_inject=False, residual_scale=False, ffn_branch_norm=False),
+    replace(
+        TINY_LOOM,
+        capacity_factor=1.0,
+        looping_residual=False,
+        embed_inject=False,
+        residual_scale=False,
+        ffn_branch_norm=False,
+    ),
 ]
 
 

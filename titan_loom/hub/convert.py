@@ -131,12 +131,12 @@ def export_last(config: JobConfig) -> None:
 
 
 def load_model(checkpoint: Path, state: dict[str, Any], args: Any) -> nn.Module:
-    """The trainer's model with the weights of `checkpoint`, in fp32 on the CPU."""
+    """The trainer's model with the weights of `checkpoint`, in fp32 on the CPU, as it is evaluated."""
     with torch.device("meta"):
         model = build_model(args)
     model.to_empty(device="cpu")
     read_tensors(checkpoint, state, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
-    return model
+    return model.eval()  # what training alone drops, an export does not
 
 
 def _require_absent(path: Path) -> None:
