@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from titan_loom.config import Compile, Float8, JobConfig
+from titan_loom.config import Compile, Diagnostics, Float8, JobConfig
 from titan_loom.data.loader import Batch
 from titan_loom.distributed.fake import Meter, init_fake_process_group
 from titan_loom.distributed.process_group import leave_process_group
@@ -109,7 +109,7 @@ class _FakeTrainer(Trainer):
 
     def __init__(self, config: JobConfig):
         fake = replace(config.comm, mode="fake")
-        self.config = config = replace(config, comm=fake, compile=Compile(), float8=Float8())
+        self.config = config = replace(config, comm=fake, compile=Compile(), float8=Float8(), diagnostics=Diagnostics())
         training = config.training
         self.device = torch.device("cpu")
         self.step = 0

@@ -9,8 +9,10 @@ from titan_loom.config.job_config import (
     Data,
     Dataloader,
     Debug,
+    Diagnostics,
     EmbeddingsGroup,
     Float8,
+    Guard,
     Job,
     JobConfig,
     LRScheduler,
@@ -24,6 +26,7 @@ from titan_loom.config.job_config import (
     Stage,
     Streaming,
     Training,
+    Validation,
 )
 from titan_loom.config.loading import load_config, print_help, to_toml
 
@@ -36,8 +39,10 @@ __all__ = [
     "Data",
     "Dataloader",
     "Debug",
+    "Diagnostics",
     "EmbeddingsGroup",
     "Float8",
+    "Guard",
     "Job",
     "JobConfig",
     "LRScheduler",
@@ -51,6 +56,7 @@ __all__ = [
     "Stage",
     "Streaming",
     "Training",
+    "Validation",
     "load_config",
     "print_help",
     "to_toml",

@@ -19,7 +19,8 @@ from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.distributed.data_parallel import DataParallel
 from titan_loom.distributed.process_group import from_rank0
 from titan_loom.errors import UserError
-from titan_loom.training.batches import micro_batches
+from titan_loom.tools.logging import logger
+from titan_loom.training.batches import MicroBatch, micro_batches
 from titan_loom.training.loss import Chunk, chunked_cross_entropy
 
 
@@ -51,11 +52,17 @@ class Validator:
         self._config, self._device, self._chunk_tokens, self._chunk = config, device, chunk_tokens, chunk
         self._document_eos = tokenizer.eos_id if data.isolates_documents else None
         self._batch = _share(batch, config)
+        logger.info(
+            f"Validation: {self.num_tokens:,} tokens of {config.path or 'the holdout'} in {config.steps} micro-batches "
+            f"of {config.local_batch_size} sequences"
+        )
 
     def run(self, model: nn.Module, data_parallel: DataParallel) -> dict[str, float]:
         """`loss`, the mean over all tokens, and `loop/<t>/loss` after each number of loops t, from one pass."""
         with data_parallel.evaluation():
-            sums = torch.stack([self._row_sums(model, *each) for each in self._parts()]).cpu()
+            rows = self._config.local_batch_size
+            parts = micro_batches(self._batch, rows, self._device, self._document_eos)
+            sums = torch.stack([self._row_sums(model, part) for part in parts]).cpu()
         gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, sums)
         # (micro-batches, loops, rows) in the order in which they were dealt
@@ -63,15 +70,10 @@ class Validator:
         losses = (in_order.transpose(0, 1).flatten(1).sum(1) / self.num_tokens).tolist()
         return {"loss": losses[-1]} | {f"loop/{loop}/loss": loss for loop, loss in enumerate(losses, start=1)}
 
-    def _parts(self):
-        rows = self._config.local_batch_size
-        for each in micro_batches(self._batch, rows, self._device, self._document_eos):
-            yield each.inputs, each.labels, each.documents
-
-    def _row_sums(self, model: nn.Module, inputs: Tensor, labels: Tensor, documents) -> Tensor:
+    def _row_sums(self, model: nn.Module, part: MicroBatch) -> Tensor:
         """(loops, rows) fp64: sums of the cross-entropy."""
-        readouts = model(inputs, documents=documents, every_loop=True).readouts
-        return torch.stack([self._cross_entropy(hidden, model.head_weight, labels) for hidden in readouts])
+        readouts = model(part.inputs, documents=part.documents, every_loop=True).readouts
+        return torch.stack([self._cross_entropy(hidden, model.head_weight, part.labels) for hidden in readouts])
 
     def _cross_entropy(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
         losses = chunked_cross_entropy(
