@@ -2,8 +2,19 @@ import os
 
 import pytest
 
+from titan_loom.tools.logging import logger
+
 # Models are tiny and several processes run at a time: more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def restored_logger():
+    """What a verb or a run in this process does to the logger ends with the test."""
+    state = list(logger.handlers), logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate = state[:2]
+    logger.setLevel(state[2])
 
 
 @pytest.fixture

@@ -8,14 +8,6 @@ from titan_loom.errors import UserError
 from titan_loom.tools.logging import init_logger, logger
 
 
-@pytest.fixture(autouse=True)
-def restored_logger():
-    state = logger.handlers, logger.propagate, logger.level
-    yield
-    logger.handlers, logger.propagate = state[:2]
-    logger.setLevel(state[2])
-
-
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
 def test_help_lists_every_verb_with_a_line(argv, capsys):
     assert cli.main(argv) == 0
