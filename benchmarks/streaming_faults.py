@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.hub_server import HubServer, fineweb_parts, readme, stack_parts
+from tests.processes import kill_tree
 from titan_loom.data import embedded
 
 ROW_GROUP_BYTES = 650_000_000
@@ -27,7 +28,7 @@ NUM_PARTS = 32
 
 def kills(folder: Path, repetitions: str = "5") -> None:
     """Each run is killed two times; the hashes of its batches against those of a run that was not."""
-    from tests.integration.test_streaming import FINEWEB, STACK, hashes, kill_tree, run, start
+    from tests.integration.test_streaming import FINEWEB, STACK, hashes, run, start
 
     with HubServer() as hub:
         hub.commit(STACK, stack_parts(5, 40, seed=0, row_group_size=15))
