@@ -52,12 +52,13 @@ def randomize(model: torch.nn.Module) -> None:
             buffer.copy_(torch.randint(-99, 99, buffer.shape, generator=generator))
 
 
-def make_checkpoint(path: Path, args: ModelArgs = TINY) -> torch.nn.Module:
-    """Write a checkpoint of step 3 without a run; returns its model."""
+def make_checkpoint(path: Path, args: ModelArgs = TINY, step: int = 3) -> torch.nn.Module:
+    """Write a checkpoint of `step` without a run; returns its model."""
     model = build_model(args)
     randomize(model)
     state = {
-        "step": 3,
+        "run_id": "abc",
+        "step": step,
         "tokens_seen": 384,
         "source_tokens": {"code": 300, "prose": 84},
         "model": {"name": "loom" if isinstance(args, LoomArgs) else "nanocoder", "args": asdict(args)},

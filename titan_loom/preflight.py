@@ -42,6 +42,7 @@ def preflight(config: JobConfig, world_size: int) -> None:
     from titan_loom.data.sources import is_on_hub, list_sources
     from titan_loom.data.tokenizer import check_tokenizer, load_tokenizer
     from titan_loom.hub.families import require_transformers
+    from titan_loom.hub.start import without_hub
     from titan_loom.training.checkpoint_files import find_start
     from titan_loom.training.run_folder import check_can_be_written
     from titan_loom.training.validation import list_validation
@@ -53,6 +54,8 @@ def preflight(config: JobConfig, world_size: int) -> None:
     check_can_be_written(config)
     if config.checkpoint.last_save_in_hf:
         require_transformers("checkpoint.last_save_in_hf")
+    if config.hub.repo_id is not None:
+        require_transformers("hub.repo_id")
     make_packs(config)
     # Listing finds a missing or empty folder as well. Datasets on the Hub are listed once, by rank 0 of the run.
     local = {name: source for name, source in config.data.sources.items() if source.pack or not is_on_hub(source.path)}
@@ -63,15 +66,17 @@ def preflight(config: JobConfig, world_size: int) -> None:
     fingerprint = None
     if len(listing) == len(config.data.sources):
         fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, tokenizer, listing)
-    find_start(config, asdict(args), fingerprint)
+    find_start(without_hub(config), asdict(args), fingerprint)
 
 
 def is_finished(config: JobConfig) -> bool:
-    """Whether `job.dump_folder` holds the whole run already; says so on stdout."""
+    """Whether `job.dump_folder` holds the whole run already; says so on stdout, and pushes what it could not push."""
+    from titan_loom.hub.outbox import push_what_waits
     from titan_loom.training.checkpoint_files import finished_step
 
     step = finished_step(config)
     if step is not None and os.environ.get("RANK", "0") == "0":
+        push_what_waits(config)
         print(
             f"The run in {config.job.dump_folder} has finished: it is at step {step} of {config.training.num_steps}. "
             "Raise training.steps (or total_tokens) to extend it, unless its last step was cut to meet a total, "

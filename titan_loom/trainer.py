@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titan_loom import __version__
 from titan_loom.config import JobConfig
+from titan_loom.config.milestones import milestone_tags
 from titan_loom.data.filters import count_by_reason
 from titan_loom.data.lanes import IGNORED_LABEL
 from titan_loom.data.loader import Batch, LaneLoader, data_fingerprint
@@ -36,6 +37,8 @@ from titan_loom.distributed.process_group import (
     tighten_timeout,
 )
 from titan_loom.errors import Interrupted, ReadError, RunError, UserError
+from titan_loom.hub.outbox import Outbox
+from titan_loom.hub.start import find_start, is_continued
 from titan_loom.models import build_model, model_args
 from titan_loom.models.interface import Observer, Segment
 from titan_loom.optim.clipping import clip_gradients
@@ -82,7 +85,9 @@ class Trainer:
         self.loops = LoopPlan(config.model, training, self.args, config.debug.seed)
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
         self.run_folder: RunFolder | None = None  # rank 0 holds it
-        self.data_fingerprint, self.listing, start = from_rank0(self._open_run_folder)
+        self.outbox: Outbox | None = None  # rank 0 holds it, with a repository to push to
+        self.data_fingerprint, self.listing, start, self.run_id = from_rank0(self._open_run_folder)
+        self.milestones = milestone_tags(config.hub.milestones, training) if config.hub.repo_id else {}
 
         self._build_model()
         check_fits(self.model, torch.device("cpu") if training.enable_cpu_offload else self.device)
@@ -103,7 +108,7 @@ class Trainer:
             self.checkpoints.load(start)
             if not start.model_only:
                 self._restore(start.state)
-        from_rank0(self._claim_run_folder)
+        from_rank0(self._claim_run_folder, start.path if is_continued(config, start) else None)
 
         self.last_saved = self.step
         self.loader = LaneLoader(
@@ -132,27 +137,33 @@ class Trainer:
         self.validator = self._build_validator() if config.validation.enable else None
         self._log_summary()
 
-    def _open_run_folder(self) -> tuple[dict[str, Any], dict[str, Parts], checkpoint_files.Start | None]:
+    def _open_run_folder(self) -> tuple[dict[str, Any], dict[str, Parts], checkpoint_files.Start | None, str]:
         """On rank 0: take the folder and decide, now that nobody else writes to it, what to continue from; list the
-        sources for all ranks, at the commits of the run that is continued. Nothing is changed yet."""
+        sources for all ranks, at the commits of the run that is continued. Nothing is changed yet, but what the Hub has
+        and this folder lacks is added."""
         config = self.config
         self.run_folder = RunFolder(config)
-        start = checkpoint_files.find_start(config, asdict(self.args))
+        start, run_id = find_start(config, asdict(self.args))
         saved = {} if start is None or start.model_only else start.state["data"]
         commits = {name: saved.get(f"data.sources.{name}.commit", "") for name in config.data.sources}
         listing = list_sources(config.data, commits)
         fingerprint = data_fingerprint(config.data, config.training, config.debug.seed, self.tokenizer, listing)
         checkpoint_files.check_same_data(start, fingerprint)
-        return fingerprint, listing, start
+        return fingerprint, listing, start, run_id
 
-    def _claim_run_folder(self) -> None:
-        """On rank 0, once what the run starts from is loaded and nothing can be lost: make the folder this run's."""
+    def _claim_run_folder(self, checkpoint: Path | None) -> None:
+        """On rank 0, once what the run starts from is loaded and nothing can be lost: make the folder this run's, and
+        push what waits, `checkpoint` too if the run goes on from it."""
         if not self.config.checkpoint.resume and self.config.job.overwrite:
             self.run_folder.clear(self.config)
         else:
             self.run_folder.set_aside_after(self.config, self.step)
         if self.step < self.num_steps:
             self.run_folder.write_config(self.config)
+        if self.config.hub.repo_id is not None:
+            self.outbox = Outbox(self.config)
+            if checkpoint is not None:  # killed between saving it and queueing it
+                self.outbox.add(checkpoint)
 
     def _build_model(self) -> None:
         training = self.config.training
@@ -448,14 +459,16 @@ class Trainer:
 
     def should_save(self, stopping: bool) -> bool:
         checkpoint = self.config.checkpoint
-        due = stopping or self.step == self.num_steps or self.step % checkpoint.interval == 0
-        return checkpoint.enable and due
+        due = self.step == self.num_steps or self.step % checkpoint.interval == 0 or self.step in self.milestones
+        return checkpoint.enable and (stopping or due)
 
     def save(self) -> None:
         """Save everything that the next step depends on."""
         self.metrics.flush()
         self.metrics.sync()
         self.checkpoints.save(self.step, self._state())
+        if self.outbox is not None:
+            self.outbox.add(self.checkpoints.folder / f"step-{self.step}")
         self.last_saved = self.step
         self.metrics.reset_clock()
 
@@ -463,6 +476,7 @@ class Trainer:
         lanes: list[dict[int, str]] = [{} for _ in range(self.world_size)]
         dist.all_gather_object(lanes, self.lane_states)
         return {
+            "run_id": self.run_id,
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "source_tokens": self.source_tokens,
@@ -488,11 +502,16 @@ class Trainer:
         self.guard.load_state_dict(state["guard"])
 
     def close(self) -> None:
-        """Stop the data workers, finish the logs, leave the process group."""
+        """Stop the data workers, finish the logs, leave the process group; then, so that no rank waits for it, push
+        what a run that is complete has not pushed yet."""
         self.loader.close()
         self.metrics.close()
-        if self.run_folder is not None:
-            self.run_folder.close()
         mesh = self.data_parallel.mesh
         self.model = self.optimizers = self.checkpoints = self.data_parallel = None
         leave_process_group(mesh)
+        if self.outbox is not None:
+            if self.last_saved == self.num_steps:
+                self.outbox.flush(self.stop)
+            self.outbox.close()
+        if self.run_folder is not None:
+            self.run_folder.close()

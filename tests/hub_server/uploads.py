@@ -39,6 +39,12 @@ def create(hub: Hub, request: Request) -> Reply:
     return json_reply({"url": url, "name": repo_id, "id": "0" * 24})
 
 
+@route("GET", "/api/{types}/{repo}/auth-check/write", "auth-check")
+def auth_check(hub: Hub, request: Request, repo: Repo) -> Reply:
+    check_write(request)
+    return json_reply({})
+
+
 @route("POST", "/api/validate-yaml", "validate-yaml")
 def validate_yaml(hub: Hub, request: Request) -> Reply:
     return json_reply({"errors": [], "warnings": []})

@@ -143,6 +143,14 @@ def test_an_infinite_norm_means_no_clipping():
             {"checkpoint__last_save_in_hf": "true", "checkpoint__enable": "false"},
             ["checkpoint.last_save_in_hf is true", "checkpoint.enable = true"],
         ),
+        ({"hub__repo_id": "model"}, ["hub.repo_id is 'model'", "owner/name"]),
+        (
+            {"hub__repo_id": "owner/model", "checkpoint__enable": "false"},
+            ["hub.repo_id is 'owner/model'", "checkpoint.enable = true"],
+        ),
+        ({"hub__resume": "true"}, ["hub.resume is true but hub.repo_id is not set"]),
+        ({"hub__milestones": "50%, half"}, ["hub.milestones has 'half'", '"25%"']),
+        ({"hub__flush_seconds": "-1"}, ["hub.flush_seconds is -1"]),
         ({"checkpoint__folder": "/tmp/x"}, ["checkpoint.folder is '/tmp/x'", "inside job.dump_folder"]),
         ({"checkpoint__folder": ""}, ["checkpoint.folder is ''"]),
         ({"metrics__save_tb_folder": "../x"}, ["metrics.save_tb_folder is '../x'"]),
@@ -150,7 +158,7 @@ def test_an_infinite_norm_means_no_clipping():
         *[
             ({key.replace(".", "__"): name}, [f"{key} is {name!r}", "another name"])
             for key in ("checkpoint.folder", "metrics.save_tb_folder")
-            for name in ("metrics.jsonl", "./.lock", "config.toml", "logs/deeper")
+            for name in ("metrics.jsonl", "./.lock", "config.toml", "logs/deeper", "outbox")
         ],
         ({"checkpoint__folder": "tb"}, ["checkpoint.folder is 'tb'", "metrics.save_tb_folder is 'tb'"]),
         ({"checkpoint__folder": "tb/x"}, ["checkpoint.folder is 'tb/x'", "neither may be in the other"]),

@@ -55,6 +55,7 @@ def test_an_export_that_could_not_be_made_is_found_at_start(sentence, monkeypatc
     monkeypatch.setattr("titan_loom.hub.families.find_spec", lambda name: None if name == "transformers" else name)
     assert sentence() is None
     assert sentence("--checkpoint.last_save_in_hf").startswith("checkpoint.last_save_in_hf needs transformers: pip")
+    assert sentence("--hub.repo_id", "owner/model").startswith("hub.repo_id needs transformers: pip")
 
 
 def test_a_source_is_packed_before_a_run(sentence, tmp_path):
@@ -86,6 +87,7 @@ def test_a_source_is_packed_before_a_run(sentence, tmp_path):
         (["--data.sources.prose.path", "nowhere"], ["data.sources.prose.path", "nowhere"]),
         (["--data.sources.prose.format", "csv"], ["data.sources.prose.format", "csv", "text"]),
         (["--checkpoint.load_step", "7"], ["checkpoint.load_step is 7"]),
+        (["--checkpoint.initial_load_path", "hf://model"], ["initial_load_path is 'hf://model'", "hf://owner/name"]),
         (["--job.dump_folder", "/dev/null/run"], ["job.dump_folder is '/dev/null/run'", "/dev/null is no folder"]),
     ],
 )

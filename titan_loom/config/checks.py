@@ -5,6 +5,7 @@ who broke it.
 """
 
 import math
+import re
 from functools import reduce
 from pathlib import PurePath
 from typing import Any
@@ -14,6 +15,7 @@ from titan_loom.config.job_config import (
     Checkpoint,
     Compile,
     Data,
+    Hub,
     JobConfig,
     LRScheduler,
     Model,
@@ -21,6 +23,7 @@ from titan_loom.config.job_config import (
     Parallelism,
     Training,
 )
+from titan_loom.config.milestones import milestone_tags
 from titan_loom.errors import UserError
 
 POSITIVE = [
@@ -50,6 +53,7 @@ POSITIVE = [
     "parallelism.data_parallel_replicate_degree",
     "parallelism.expected_world_size",
     "checkpoint.interval",
+    "hub.timeout_seconds",
     "guard.delta",
     "guard.relative_delta",
     "guard.max_delta",
@@ -62,6 +66,7 @@ POSITIVE = [
     "comm.train_timeout_seconds",
 ]
 NOT_NEGATIVE = [
+    "hub.flush_seconds",
     "data.streaming.failures_per_hour",
     "training.z_loss",
     "training.router_z_loss",
@@ -94,6 +99,8 @@ AT_MOST = {
     # Longer ones are beyond what the libraries can wait.
     "data.streaming.read_timeout_seconds": 10**9,
     "data.streaming.report_seconds": 10**9,
+    "hub.flush_seconds": 10**9,
+    "hub.timeout_seconds": 10**9,
     "comm.init_timeout_seconds": 10**9,
     "comm.train_timeout_seconds": 10**9,
 }
@@ -101,7 +108,10 @@ MAX_ENCODE_BATCH_SIZE = 1 << 16
 MAX_STEPS = 10**9
 UNLIMITED = ["training.max_norm", "guard.delta", "guard.relative_delta", "guard.max_delta"]  # inf: no limit
 RUN_FILES = [".lock", ".config.toml", "config.toml", "hf", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
+RUN_FILES += ["from_hub", "outbox"]
 """What else a run keeps in `job.dump_folder`."""
+
+_REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def check(config: JobConfig, world_size: int) -> None:
@@ -126,6 +136,7 @@ def check(config: JobConfig, world_size: int) -> None:
     _check_activation_checkpoint(config.activation_checkpoint)
     _check_compile(config.compile)
     _check_checkpoint(config.checkpoint)
+    _check_hub(config.hub, config.checkpoint, config.training)
     if config.validation.enable and config.validation.path is None and config.data.holdout_percent == 0:
         raise UserError(
             "validation.enable is true, but validation.path is not set and data.holdout_percent is 0; one of them must "
@@ -354,6 +365,18 @@ def _check_checkpoint(checkpoint: Checkpoint) -> None:
         )
     if checkpoint.last_save_in_hf and not checkpoint.enable:
         raise UserError("checkpoint.last_save_in_hf is true; it needs checkpoint.enable = true, which is false")
+
+
+def _check_hub(hub: Hub, checkpoint: Checkpoint, training: Training) -> None:
+    milestone_tags(hub.milestones, training)
+    if hub.repo_id is None:
+        if hub.resume:
+            raise UserError("hub.resume is true but hub.repo_id is not set; it must say where the training state is")
+        return
+    if not _REPO_ID.fullmatch(hub.repo_id):
+        raise UserError(f"hub.repo_id is {hub.repo_id!r}; it must be a repository on the Hub, owner/name")
+    if not checkpoint.enable:
+        raise UserError(f"hub.repo_id is {hub.repo_id!r}; it needs checkpoint.enable = true, which is false")
 
 
 def _check_folder(key: str, folder: str) -> None:

@@ -457,7 +457,8 @@ class Checkpoint:
     """Continue what `dump_folder` holds. If false, a folder with checkpoints is an error without `job.overwrite`."""
 
     initial_load_path: str | None = None
-    """Checkpoint (a `step-N` folder) to start from when there is nothing to resume."""
+    """Checkpoint (a `step-N` folder) to start from when there is nothing to resume, or `hf://owner/name[@revision]`: an
+    export on the Hub or, without `initial_load_model_only`, the training state that lies beside it."""
 
     initial_load_model_only: bool = True
     """Take only the weights from `initial_load_path`, not optimizers, data position and counters."""
@@ -468,6 +469,36 @@ class Checkpoint:
 
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of the weights in exports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hub:
+    repo_id: str | None = None
+    """Repository on the Hub, `owner/name`, that milestones are pushed to, as exports with a tag each; it is made when
+    there is none. The token is the one that `hf auth login` or `HF_TOKEN` gives. Needs the extra `export`."""
+
+    private: bool = True
+    """Whether a repository that is made can be seen by its owner only."""
+
+    milestones: list[str] = field(default_factory=lambda: [f"{percent}%" for percent in range(5, 101, 5)])
+    """When: `"25%"` of the steps (tag `checkpoint-025pct`), `"1000 steps"` (`checkpoint-1000steps`) or
+    `"2_000_000 tokens"` (`checkpoint-2000000tokens`; rounded up to a step). A checkpoint is saved there as well."""
+
+    push_training_state: bool = False
+    """Push optimizers, data position and counters too, as safetensors and JSON in `training_state/`, so that another
+    machine can go on. Two to three times the size of the weights in fp32."""
+
+    resume: bool = False
+    """Go on from the training state in `repo_id` when it is newer than what `job.dump_folder` holds."""
+
+    overwrite: bool = False
+    """Replace what another run has pushed to `repo_id`."""
+
+    flush_seconds: float = 600.0
+    """How long the end of the run waits for what is not pushed yet. The next start pushes the rest."""
+
+    timeout_seconds: float = 60.0
+    """Silence of the Hub after which a request has failed. It is tried again while the run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -594,6 +625,7 @@ class JobConfig:
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    hub: Hub = field(default_factory=Hub)
     guard: Guard = field(default_factory=Guard)
     validation: Validation = field(default_factory=Validation)
     diagnostics: Diagnostics = field(default_factory=Diagnostics)

@@ -65,7 +65,8 @@ class RunFolder:
 
     def clear(self, config: JobConfig) -> None:
         """Delete what an earlier run left, as `[job] overwrite` allows."""
-        for path in (checkpoint_files.checkpoint_folder(config), self.path / config.metrics.save_tb_folder):
+        tensorboard = self.path / config.metrics.save_tb_folder
+        for path in (checkpoint_files.checkpoint_folder(config), tensorboard, self.path / "outbox"):
             shutil.rmtree(path, ignore_errors=True)
         (self.path / "metrics.jsonl").unlink(missing_ok=True)
 
