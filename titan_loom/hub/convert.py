@@ -32,8 +32,8 @@ from titan_loom.training.checkpoint_files import STEP_FOLDER, checkpoint_folder,
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-MAX_SHARD_SIZE = "5GB"
-"""Weights above this are written as several files with an index."""
+MAX_SHARD_SIZE = "200MB"
+"""Weights above this are written as several files with an index. Whoever casts what is loaded holds one file more."""
 
 METADATA, METRICS, TOKENIZER = "training_metadata.json", "metrics.jsonl", "tokenizer.json"
 
