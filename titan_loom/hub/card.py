@@ -1,6 +1,7 @@
 """The texts of an export: its model card and what its training is on record with."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from titan_loom.hub.families import decode_args, export_of
@@ -10,7 +11,16 @@ NOT_EXPORTED = ("lanes", "files")
 
 
 def training_metadata(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key not in NOT_EXPORTED}
+    """What an export tells of `state`: of paths that lead from the root, a home or a parent folder, only the name."""
+    return {key: _without_places(value) for key, value in state.items() if key not in NOT_EXPORTED}
+
+
+def _without_places(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_places(inner) for inner in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~", "..")) else value
 
 
 def metrics_until(metrics: str, step: int) -> str:
@@ -20,7 +30,7 @@ def metrics_until(metrics: str, step: int) -> str:
 
 
 def model_card(state: dict[str, Any], num_parameters: int, dtype: str, metrics: str) -> str:
-    """`README.md`: what the model is, what it was trained on, how it is loaded."""
+    """`README.md`: what the model is, what it was trained on, how it is loaded; of `training_metadata`."""
     name = state["model"]["name"]
     args = decode_args(name, state["model"]["args"])
     loops = f"{args.num_layers} layers, {args.num_visits} visits as trained"

@@ -102,9 +102,10 @@ def to_hf(checkpoint: Path, out: Path, dtype: Dtype = "float32", tokenizer_path:
         make_empty(aside)
         model = load_model(checkpoint, state, args)
         metrics = _metrics_of(checkpoint, state)
-        card = model_card(state, sum(p.numel() for p in model.parameters()), dtype, metrics)
+        metadata = training_metadata(state)
+        card = model_card(metadata, sum(p.numel() for p in model.parameters()), dtype, metrics)
         (aside / "README.md").write_text(card)
-        (aside / METADATA).write_text(json.dumps(training_metadata(state), indent=1) + "\n")
+        (aside / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
         if metrics:
             (aside / METRICS).write_text(metrics)
         _write_config(aside, name, args, dtype)
