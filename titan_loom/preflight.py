@@ -77,10 +77,13 @@ def is_finished(config: JobConfig) -> bool:
     step = finished_step(config)
     if step is not None and os.environ.get("RANK", "0") == "0":
         push_what_waits(config)
+        folder = config.job.dump_folder
+        lacks_export = config.checkpoint.last_save_in_hf and not os.path.exists(f"{folder}/hf/step-{step}")
+        export = f" `titan-loom convert to-hf {folder} OUT` makes the export that it lacks." if lacks_export else ""
         print(
-            f"The run in {config.job.dump_folder} has finished: it is at step {step} of {config.training.num_steps}. "
+            f"The run in {folder} has finished: it is at step {step} of {config.training.num_steps}. "
             "Raise training.steps (or total_tokens) to extend it, unless its last step was cut to meet a total, "
-            "or choose another job.dump_folder.",
+            f"or choose another job.dump_folder.{export}",
             flush=True,
         )
     return step is not None

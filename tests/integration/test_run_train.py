@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -54,9 +55,11 @@ def test_a_run_from_another_folder_and_its_second_start(tmp_path):
     }
 
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    status, output, errors = run(tmp_path, "--training.steps", "3")
+    shutil.rmtree(tmp_path / "run" / "hf")
+    status, output, errors = run(tmp_path, "--training.steps", "3", *export)
     assert status == 0
     assert "finished" in output
+    assert "`titan-loom convert to-hf run OUT` makes the export that it lacks" in output
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
