@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _eval(argv: list[str]) -> None:
-    """Loss and bits per byte: CHECKPOINT_OR_EXPORT --text FILE_OR_FOLDER ... [--num_loops 1 2 4]."""
+    """Losses, bits per byte, scores: CHECKPOINT_OR_EXPORT [--text PATH ...] [--tasks TASK ...] [--num_loops 1 2 4]."""
     from titan_loom.hub import evaluate
 
     evaluate.main(argv)

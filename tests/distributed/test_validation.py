@@ -20,7 +20,7 @@ def _validated(argv: list[str]) -> dict:
     config = load_config(argv)
     trainer = Trainer(config)
     first, second = (trainer.validator.run(trainer.model, trainer.data_parallel) for _ in range(2))
-    batch = validation._read(
+    batch = validation.read_rows(
         config.validation,
         config.data,
         trainer.tokenizer,

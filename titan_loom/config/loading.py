@@ -16,7 +16,7 @@ from titan_loom.config.decoding import Text, decode, override
 from titan_loom.config.job_config import JobConfig, Source, Stage
 from titan_loom.errors import UserError
 
-__all__ = ["decode", "load_config", "override", "print_help", "to_toml"]
+__all__ = ["decode", "load_config", "override", "print_help", "to_toml", "without_none"]
 
 HELP = {"-h", "--help"}
 EXCLUSIVE = [
@@ -62,7 +62,7 @@ def to_toml(config: JobConfig) -> str:
     """`config` as a TOML file that loads to the same configuration (`job.config_file` aside, which names a file)."""
     import tomli_w
 
-    return tomli_w.dumps(_without_none(asdict(replace(config, job=replace(config.job, config_file=None)))))
+    return tomli_w.dumps(without_none(asdict(replace(config, job=replace(config.job, config_file=None)))))
 
 
 def print_help(config: JobConfig | None = None) -> None:
@@ -145,9 +145,10 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise UserError(f"job.config_file is {path!r}, which is not valid TOML: {error}") from None
 
 
-def _without_none(table: dict[str, Any]) -> dict[str, Any]:
+def without_none(table: dict[str, Any]) -> dict[str, Any]:
+    """The nested table without the keys that are None, which neither TOML nor `decode` has."""
     return {
-        key: _without_none(value) if isinstance(value, dict) else _each_without_none(value)
+        key: without_none(value) if isinstance(value, dict) else _each_without_none(value)
         for key, value in table.items()
         if value is not None
     }
@@ -156,5 +157,5 @@ def _without_none(table: dict[str, Any]) -> dict[str, Any]:
 def _each_without_none(value: Any) -> Any:
     """A list of tables is a value too."""
     if isinstance(value, list):
-        return [_without_none(item) if isinstance(item, dict) else item for item in value]
+        return [without_none(item) if isinstance(item, dict) else item for item in value]
     return value

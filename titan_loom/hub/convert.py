@@ -101,7 +101,7 @@ def to_hf(checkpoint: Path, out: Path, dtype: Dtype = "float32", tokenizer_path:
     try:
         make_empty(aside)
         model = load_model(checkpoint, state, args)
-        metrics = _metrics_of(checkpoint, state)
+        metrics = metrics_of(checkpoint, state)
         metadata = training_metadata(state)
         card = model_card(metadata, sum(p.numel() for p in model.parameters()), dtype, metrics)
         (aside / "README.md").write_text(card)
@@ -213,7 +213,7 @@ def tokenizer_of(checkpoint: Path, state: dict[str, Any], path: str | None) -> T
     return tokenizer
 
 
-def _metrics_of(checkpoint: Path, state: dict[str, Any]) -> str:
+def metrics_of(checkpoint: Path, state: dict[str, Any]) -> str:
     """The run's metrics up to the checkpoint; empty when they are neither in it nor in its run's folder."""
     for folder in (checkpoint, checkpoint.parent.parent):
         if (folder / METRICS).is_file():

@@ -47,7 +47,7 @@ class Validator:
         chunk_tokens: int,
         chunk: Chunk,
     ):
-        batch = from_rank0(_read, config, data, tokenizer, seed, seq_len, listing)
+        batch = from_rank0(read_rows, config, data, tokenizer, seed, seq_len, listing)
         self.num_tokens = int((batch.labels != IGNORED_LABEL).sum())
         self._config, self._device, self._chunk_tokens, self._chunk = config, device, chunk_tokens, chunk
         self._document_eos = tokenizer.eos_id if data.isolates_documents else None
@@ -106,7 +106,7 @@ def list_validation(
         raise UserError(str(error).replace("data.sources.validation.", "validation.")) from error
 
 
-def _read(
+def read_rows(
     config: job_config.Validation,
     data: job_config.Data,
     tokenizer: Tokenizer,
