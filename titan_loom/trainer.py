@@ -265,7 +265,17 @@ class Trainer:
                 raise Interrupted(f"stopped by {self.stop.reason or 'another rank'} after step {self.step}")
             if self.step % self.config.training.gc_freq == 0:
                 gc.collect(1)
+        if self.config.debug.sample_tokens > 0:
+            logger.info(f"Sample: {self.sample(self.config.debug.sample_tokens)}")
         logger.info(f"Training completed: {self.step} steps, {self.tokens_seen:,} tokens")
+
+    def sample(self, num_tokens: int) -> str:
+        """The start of a document, each token the most likely one, by whole forward passes of one length."""
+        ids = torch.full((1, min(num_tokens, self.args.max_seq_len) + 1), self.tokenizer.eos_id, device=self.device)
+        with self.data_parallel.evaluation():
+            for i in range(ids.shape[1] - 1):
+                ids[0, i + 1] = self.model.logits(self.model(ids[:, :-1]).hidden[0, i]).argmax()
+        return self.tokenizer.decode(ids[0, 1:].tolist())
 
     def train_step(self) -> bool:
         """One step: an optimizer step for each segment of loops, all on one batch and at one learning rate.

@@ -609,6 +609,9 @@ class Debug:
     hash_batches: bool = False
     """Write `batch_sha256`, a hash of each step's whole global batch, to `metrics.jsonl`."""
 
+    sample_tokens: int = 0
+    """Tokens of a document that the finished run writes to the log, always the most likely one; 0: none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
