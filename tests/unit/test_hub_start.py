@@ -86,10 +86,9 @@ def test_a_hub_that_hangs_and_a_token_that_is_none_are_told(hub, tmp_path, monke
     hub.fault("whoami", do="stall", times=FOREVER)
     with pytest.raises(RunError, match=r"does not answer \(ReadTimeout"):
         start(tmp_path, hub={"repo_id": NAME})
-    monkeypatch.setenv("HF_TOKEN", "hf_\x01secret")  # the HTTP library quotes it
-    with pytest.raises(RunError) as error:
+    monkeypatch.setenv("HF_TOKEN", "hf_\vsecret")  # the HTTP library quotes it
+    with pytest.raises(RunError, match=r"does not answer \(LocalProtocolError: a header is not valid\)"):
         start(tmp_path, hub={"repo_id": NAME})
-    assert "secret" not in str(error.value)
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
     with pytest.raises(UserError, match="there is no token: set HF_TOKEN or run `hf auth login`"):

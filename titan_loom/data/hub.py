@@ -294,7 +294,7 @@ def _request(url: str, headers: dict[str, str], seconds: float, read: Callable[[
         raise
     except HTTPError as error:
         name = type(error).__name__
-        raise Transient(f"{name}: {error}", unreachable=name == "ConnectError") from error
+        raise Transient(f"{name}: {first_line(error)}", unreachable=name == "ConnectError") from error
 
 
 def _card_data(body: bytes) -> dict[str, Any]:

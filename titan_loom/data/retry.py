@@ -115,8 +115,9 @@ class Access:
 
 
 def first_line(error: Exception) -> str:
-    """What `error` says, in a line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """What `error` says, in a line. The HTTP library quotes a token that is no valid header, which is not passed on."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return "a header is not valid" if "Bearer " in line else line
 
 
 def _rank() -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from huggingface_hub import HfApi, constants, get_session, get_token, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi, constants, get_session, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -154,10 +154,7 @@ def ask(found: str, repository: Repository, function: Callable[[], T]) -> T:
 
 
 def reason(error: Exception) -> str:
-    """In one line, what went wrong with a request: no secrets of its address, nor the token, which the HTTP library
-    quotes where it is no valid one."""
+    """In one line, what went wrong with a request, without the secrets that an address may hold."""
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         return f"status {error.response.status_code} of {error.response.request.url.path}"
-    text = f"{type(error).__name__}: {first_line(error)}"
-    token = get_token()
-    return text.replace(token, "...") if token else text
+    return f"{type(error).__name__}: {first_line(error)}"
