@@ -27,6 +27,8 @@ from titan_loom.distributed.compile import compiled
 from titan_loom.distributed.init import materialize
 from titan_loom.distributed.parallelize import parallelize
 from titan_loom.models import build_model
+from titan_loom.models.interface import Segment
+from titan_loom.models.loom.args import LoomArgs
 from titan_loom.models.nanocoder.args import NanoCoderArgs
 from titan_loom.optim.groups import assign_groups
 from titan_loom.optim.optimizers import build_optimizers
@@ -46,6 +48,21 @@ ARGS = NanoCoderArgs(
     num_loops=2,
     ngram_rows=53,
     ngram_dim=5,
+    max_seq_len=32,
+)
+# Neither the width nor the number of experts divides by the processes.
+LOOM_ARGS = LoomArgs(
+    vocab_size=61,
+    dim=23,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    num_experts=5,
+    num_shared_experts=1,
+    top_k=2,
+    expert_dim=12,
+    num_loops=3,
     max_seq_len=32,
 )
 BATCH, SEQ = 16, 16
@@ -68,8 +85,14 @@ class Layout:
     float8: bool = False
     num_loops: int | None = None
     backprop_loops: int | None = None
+    segment_loops: int = 0
     optimizer: str = "AdamW"
-    args: NanoCoderArgs = ARGS
+    args: NanoCoderArgs | LoomArgs = ARGS
+
+    def segments(self) -> list[Segment | None]:
+        """What a step trains in turn; None is all loops at once."""
+        total, size = self.num_loops or self.args.num_loops, self.segment_loops
+        return [Segment(start, min(start + size, total)) for start in range(0, total, size)] if size else [None]
 
     def __str__(self) -> str:
         changed = {key: value for key, value in vars(self).items() if value != getattr(Layout, key)}
@@ -121,8 +144,10 @@ class Run:
             digest.update(whole(parameter).contiguous().numpy().tobytes())
         return digest.hexdigest()
 
-    def forward_backward(self, step: int) -> float:
-        """Gradients of the global batch of `step`; returns its loss."""
+    def forward_backward(self, step: int, segment: Segment | None = None, carried: list[tuple] | None = None) -> float:
+        """Gradients of the global batch of `step`; returns its loss. `carried` is what the segment before has left of
+        each micro-batch, and then what this one leaves."""
+        carried = [()] * self.layout.micro_batches if carried is None else carried
         layout, total = self.layout, torch.zeros((), dtype=torch.float64)
         tokens, labels = global_batch(step)
         num_tokens = int((labels != -100).sum())
@@ -130,9 +155,11 @@ class Run:
         parts = (t[mine].chunk(layout.micro_batches) for t in (tokens, labels))
         for i, (inputs, targets) in enumerate(zip(*parts, strict=True)):
             with self.data_parallel.micro_batch(last=i == layout.micro_batches - 1):
-                hidden = self.model(inputs, layout.num_loops, layout.backprop_loops).hidden
+                output = self.model(
+                    inputs, layout.num_loops, layout.backprop_loops, segment=segment, carried=carried[i]
+                )
                 losses = chunked_cross_entropy(
-                    hidden.flatten(0, 1),
+                    output.hidden.flatten(0, 1),
                     self.model.head_weight,
                     targets.flatten(),
                     z_coefficient=torch.tensor(1e-4),
@@ -140,17 +167,28 @@ class Run:
                     chunk=self.chunk,
                 )
                 (losses.loss_sum / num_tokens).backward()
+            carried[i] = output.carried
+            if output.expert_load is not None:
+                self.load += output.expert_load
             total += losses.loss_sum.detach() / num_tokens
         dist.all_reduce(total)
         return total.item()
 
     def step(self, step: int) -> tuple[float, float]:
-        """One optimizer step; returns the loss and the gradient norm before clipping."""
-        self.optimizers.zero_grad()
-        loss = self.forward_backward(step)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        """One step, with an optimizer step for each segment of loops; returns the loss and the gradient norm, before
+        clipping, of the last of them."""
+        carried, has_experts = [()] * self.layout.micro_batches, hasattr(self.model, "balance_experts")
+        if has_experts:
+            self.load = torch.zeros_like(self.model.router_bias_steps)
         self.optimizers.set_lr(min(1, (step + 1) / 4))
-        self.optimizers.step()
+        for segment in self.layout.segments():
+            self.optimizers.zero_grad()
+            loss = self.forward_backward(step, segment, carried)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.optimizers.step()
+        if has_experts:
+            dist.all_reduce(self.load)
+            self.model.balance_experts(self.load)
         return loss, whole(norm).item()
 
 
@@ -201,6 +239,7 @@ def train(layouts: list[Layout], steps: int) -> list[dict]:
         run = Run(layout)
         sha256 = run.weights_sha256()
         losses, norms = zip(*(run.step(step) for step in range(steps)), strict=True)
-        results.append({"initial": sha256, "losses": losses, "norms": norms})
+        buffers = {name: buffer.tolist() for name, buffer in run.model.named_buffers()}
+        results.append({"initial": sha256, "losses": losses, "norms": norms, "buffers": buffers})
     dist.destroy_process_group()
     return results

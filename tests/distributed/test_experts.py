@@ -8,26 +8,10 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from tests import processes
-from tests.layouts import BATCH, SEQ, Collectives, Layout, Run, global_batch, train
+from tests.layouts import BATCH, LOOM_ARGS, SEQ, Collectives, Layout, Run, global_batch, train
 from titan_loom.models.interface import Segment
-from titan_loom.models.loom.args import LoomArgs
 
-# Neither the width nor the number of experts divides by the processes.
-ARGS = LoomArgs(
-    vocab_size=61,
-    dim=23,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    num_experts=5,
-    num_shared_experts=1,
-    top_k=2,
-    expert_dim=12,
-    num_loops=3,
-    max_seq_len=32,
-)
-ONE = Layout(args=ARGS)
+ONE = Layout(args=LOOM_ARGS, segment_loops=2)
 LOOP = {"checkpoint": "full", "per": "loop"}
 RUNS = [
     replace(ONE, checkpoint="full", compile=True, micro_batches=2),
@@ -46,6 +30,7 @@ def reference() -> dict:
 def test_numbers_do_not_depend_on_the_layout(reference, layout):
     (found,) = processes.run(train, layout.world_size, [layout], 3)[0]
     assert found["initial"] == reference["initial"]
+    assert found["buffers"] == reference["buffers"]  # the routers' biases
     assert found["losses"] == pytest.approx(reference["losses"], rel=1e-5)
     assert found["norms"] == pytest.approx(reference["norms"], rel=1e-4)
 
@@ -101,7 +86,7 @@ def test_loads_are_exact_and_other_loops_routers_have_no_gradient_however_the_ru
         assert result["missing"] == ["routers.0", "routers.2"]
     by_segments, at_once = results[0]["load"]
     assert by_segments == at_once
-    assert [sum(layer) for layer in at_once] == [BATCH * SEQ * ARGS.top_k * 3] * 2
+    assert [sum(layer) for layer in at_once] == [BATCH * SEQ * LOOM_ARGS.top_k * 3] * 2
     # Two blocks and the root are a unit each; or the stack is one, and gathered again for backward.
     assert results[len(one)]["collectives"] == {"all_gather": 3, "reduce_scatter": 3}
     assert results[len(one) + 1]["collectives"] == {"all_gather": 3, "reduce_scatter": 2}
@@ -132,7 +117,7 @@ def graphs(layout: Layout) -> list[int]:
 
 def test_one_graph_serves_every_layer_loop_router_and_segment():
     """A router that was a parameter in one layer and a tensor in another once cost a second graph."""
-    layout = replace(ONE, compile=True, args=replace(ARGS, kv_gate=True, embed_inject=False))
+    layout = replace(ONE, compile=True, segment_loops=0, args=replace(LOOM_ARGS, kv_gate=True, embed_inject=False))
     # The gate's first loop has no state to start from, which is another graph. The loss: a full chunk, and the rest.
     of_blocks, of_loss = 2, 2
     assert processes.run(graphs, 1, layout) == [[of_blocks + of_loss] * 5]

@@ -360,6 +360,19 @@ def test_biases_move_by_exactly_one_step_towards_an_even_load():
     assert model.router_bias[0].tolist() == pytest.approx([-0.004, 0, 0.002, 0.004, 0])
 
 
+def test_biases_even_out_the_load_of_a_planted_router():
+    """benchmarks/balance.py does the same in training."""
+    model, ids, variations = initialized(TINY), tokens(), []
+    for router in model.routers:
+        router.data[:, 0] += 1
+    for _ in range(100):
+        with torch.no_grad():
+            load = model(ids).expert_load
+        model.balance_experts(load)
+        variations.append((load.double().std(-1, correction=0) / load.double().mean(-1)).mean().item())
+    assert sum(variations[-10:]) / 10 < variations[0] / 2
+
+
 def test_a_bias_selects_but_does_not_weigh():
     model, ids = trained(replace(TINY, top_k=5)), tokens()
     before = model(ids).hidden
