@@ -50,7 +50,7 @@ ARGS = NanoCoderArgs(
     ngram_dim=5,
     max_seq_len=32,
 )
-# Neither the width nor the number of experts divides by the processes.
+# Neither the width nor the number of experts divides by the processes. Four have a stack of experts by rows.
 LOOM_ARGS = LoomArgs(
     vocab_size=61,
     dim=23,
@@ -58,7 +58,7 @@ LOOM_ARGS = LoomArgs(
     num_heads=2,
     num_kv_heads=1,
     head_dim=8,
-    num_experts=5,
+    num_experts=3,
     num_shared_experts=1,
     top_k=2,
     expert_dim=12,

@@ -17,7 +17,7 @@ RUNS = [
     replace(ONE, checkpoint="full", compile=True, micro_batches=2),
     replace(ONE, world_size=2, **LOOP, loop_unit="block", micro_batches=2),
     replace(ONE, world_size=2, checkpoint="selective", reshard="always"),
-    replace(ONE, world_size=4, replicate=2, loop_unit="block"),
+    replace(ONE, world_size=4, loop_unit="block"),
 ]
 
 

@@ -9,10 +9,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import processes
+from titan_loom.distributed.units import shard_dim
 from titan_loom.optim import muon
 from titan_loom.optim.muon import Muon
 
-# Fewer rows than ranks, rows that do not divide, both orientations, a stack of experts, and one that gets no gradient.
+# Fewer rows than ranks, rows that do not divide, both orientations, stacks of more and of fewer experts than four ranks
+# (of which the second is then sharded by rows), and one that gets no gradient.
 SHAPES = [(1, 40), (40, 1), (3, 40), (33, 65), (65, 33), (7, 7), (2, 3), (64, 160), (160, 64), (5, 12, 8), (3, 12, 8)]
 FROZEN = (9, 4)
 
@@ -40,7 +42,8 @@ def mesh_of(*sizes):
 
 def sharded(mesh, shapes):
     model = Weights(shapes)
-    fully_shard(model, mesh=mesh)
+    placement = {p: Shard(shard_dim(p.shape, mesh.shape[-1])) for p in model.parameters()}
+    fully_shard(model, mesh=mesh, shard_placement_fn=placement.get)
     return model
 
 
@@ -178,7 +181,5 @@ def test_replicated_parameters_train_without_an_exchange():
 
 
 def test_columns_on_several_ranks_are_refused():
-    with pytest.raises(
-        AssertionError, match=r"ValueError: .*sharded once, on dimension 0, not one that is \(Shard\(dim=1"
-    ):
+    with pytest.raises(AssertionError, match=r"ValueError: .*not by columns, not one that is \(Shard\(dim=1"):
         processes.run(train_placed, 2, Shard(1))

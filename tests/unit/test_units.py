@@ -11,6 +11,7 @@ from titan_loom.distributed import data_parallel, units
 from titan_loom.distributed.units import plan_units
 from titan_loom.errors import UserError
 from titan_loom.models import build_model
+from titan_loom.models.loom import FLAVORS as LOOM_FLAVORS
 from titan_loom.models.nanocoder import FLAVORS
 
 NANOCODER = FLAVORS["nanocoder"]
@@ -51,6 +52,15 @@ def test_bytes_include_the_rows_that_sharding_pads():
     assert (traffic.all_reduces, traffic.all_reduce_bytes) == (7, 4 * 9_895_690)
     small, large = (plan(shard=shard).traffic(1).all_gather_bytes for shard in (1 << 6, 1 << 9))
     assert 2 * 9_895_690 < small < 0.7 * large
+
+
+def test_few_experts_are_not_padded_to_many_ranks():
+    """By experts, 30 on 64 ranks would hold as much padding as weights, and move it."""
+    args = LOOM_FLAVORS["loom_1p7b"]
+    planned = plan(args)
+    numel = sum(unit.numel for unit in [*planned.of_blocks, planned.root])
+    routers = args.num_loops * args.num_experts * args.dim
+    assert numel == 1_644_913_920 + (64 - args.num_layers) * routers
 
 
 def test_gathered_weights_are_kept_while_they_fit(monkeypatch):

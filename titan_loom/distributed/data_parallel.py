@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
-from titan_loom.distributed.units import Units
+from titan_loom.distributed.units import Units, shard_dim
 from titan_loom.errors import UserError
 
 
@@ -76,6 +77,7 @@ def _wrap(
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, mesh.shape[-1])),
         )
         return
     try:

@@ -4,6 +4,7 @@ Every block is a unit, or the looped stack is one as a whole; what is outside th
 root unit. Sharding pads the rows of a parameter to a multiple of the ranks; the bytes here include that.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +96,12 @@ class Units:
         )
 
 
+def shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """The dimension along which `ranks` share a parameter: the first, but 1, each matrix's rows, in a stack of fewer
+    matrices than ranks. Along others than the first FSDP2 does not pad, so the rows have to divide."""
+    return int(len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0)
+
+
 def plan_units(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -152,5 +159,5 @@ def _reshards_after_forward(config: job_config.Parallelism, shard: int, gathered
 
 
 def _padded_numel(parameter: Tensor, shard: int) -> int:
-    rows = len(parameter)
+    rows = parameter.shape[shard_dim(parameter.shape, shard)]
     return -(-rows // shard) * shard * (parameter.numel() // rows)

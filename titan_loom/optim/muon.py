@@ -12,6 +12,7 @@ scale that matches AdamW's: arXiv:2502.16982.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class Muon(torch.optim.Optimizer):
     """`torch.optim.Muon` for matrices (m, n) and stacks of matrices (e, m, n), sharded by FSDP2 or not.
 
-    A parameter is a plain tensor, or a DTensor whose placements are `Shard(0)` on at most one mesh axis and
-    `Replicate()` on the others. The matrices of a stack are whole where they are, so stacks are never communicated.
-    All ranks must call `step` together, with gradients for the same parameters; those without are skipped.
+    A parameter is a plain tensor, or a DTensor that on at most one mesh axis is sharded, by its first dimension or a
+    stack's matrices evenly by their rows, and replicated on the others. Where a stack is sharded by its first dimension
+    its matrices are whole, and nothing is communicated. All ranks must call `step` together, with gradients for the
+    same parameters; those without are skipped.
 
     The state is `momentum_buffer`, shaped and sharded like its parameter.
 
@@ -86,8 +88,9 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"Muon takes matrices and stacks of matrices, not a parameter of {parameter.shape}")
             lr_scale(parameter.shape, group["adjust_lr_fn"])
             placements = parameter.placements if isinstance(parameter, DTensor) else ()
-            if [placement for placement in placements if not placement.is_replicate()] not in ([], [Shard(0)]):
-                raise ValueError(f"Muon takes parameters sharded once, on dimension 0, not one that is {placements}")
+            sharded = [placement for placement in placements if not placement.is_replicate()]
+            if sharded not in ([], [Shard(0)], [Shard(parameter.ndim - 2)]):
+                raise ValueError(f"Muon takes parameters sharded once, not by columns, not one that is {placements}")
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -116,13 +119,19 @@ class Muon(torch.optim.Optimizer):
             with record_function("Muon: Newton-Schulz"):
                 updates = orthogonalize(updates, coefficients, eps=group["eps"], dtype=dtype)
         else:
-            exchange = OwnerExchange([parameter.shape for parameter in parameters], ranks, dtype)
+            counts = [len(parameter) if parameter.ndim == 3 else 1 for parameter in parameters]
+            shapes = [p.shape[-2:] for p, count in zip(parameters, counts, strict=True) for _ in range(count)]
+            exchange = OwnerExchange(shapes, ranks, dtype)
             with record_function("Muon: gather"):
-                matrices = exchange.gather(updates)
+                matrices = exchange.gather([rows for u in updates for rows in (u if u.ndim == 3 else [u])])
             with record_function("Muon: Newton-Schulz"):
                 matrices = orthogonalize(matrices, coefficients, eps=group["eps"], dtype=dtype)
             with record_function("Muon: scatter"):
-                updates = exchange.scatter(matrices, like=local[0])
+                rows = iter(exchange.scatter(matrices, like=local[0]))
+                updates = [
+                    torch.stack(list(islice(rows, count))) if shard.ndim == 3 else next(rows)
+                    for shard, count in zip(local, counts, strict=True)
+                ]
         with record_function("Muon: apply"):
             torch._foreach_mul_(local, 1 - group["lr"] * group["weight_decay"])
             same_scale = defaultdict(lambda: ([], []))
@@ -156,11 +165,11 @@ def lr_scale(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
 
 
 def _ranks_of_rows(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks on which the rows of a matrix lie; None when all its rows, or a stack's whole matrices, are here."""
-    if not isinstance(parameter, DTensor) or parameter.ndim == 3:
+    """The ranks on which the rows of a matrix, or of each in a stack, lie; None when matrices are whole."""
+    if not isinstance(parameter, DTensor):
         return None
-    mesh = parameter.device_mesh
-    sharded = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
+    mesh, by_rows = parameter.device_mesh, Shard(parameter.ndim - 2)
+    sharded = [axis for axis, placement in enumerate(parameter.placements) if placement == by_rows]
     return mesh.get_group(sharded[0]) if sharded and mesh.size(sharded[0]) > 1 else None
 
 
