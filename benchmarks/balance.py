@@ -4,8 +4,7 @@
 
 1 is added to every element of the first expert's row in all routers of a tiny model, which then trains on real text,
 with the bias and with its rate at 0. Prints the coefficient of variation of the load over experts, averaged over
-layers, in the first step and over the last 20, in which every expert sees hundreds of tokens a layer. Exits 1 if the
-bias does not at least halve it. Takes about two minutes.
+layers, in the first step and over the last 20. Exits 1 if the bias does not at least halve it. Takes about two minutes.
 """
 
 import argparse

@@ -63,6 +63,24 @@ def test_a_run_from_another_folder_and_its_second_start(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+def test_the_tiny_mixture_of_experts_packs_its_text_and_trains(tmp_path):
+    corpus = REPOSITORY / "tests" / "assets" / "corpus"
+    status, output, errors = run(
+        tmp_path,
+        *("--data.sources.code.path", str(corpus / "repositories.jsonl"), "--data.holdout_percent", "20"),
+        *("--data.sources.prose.path", str(corpus / "prose.jsonl"), "--validation.steps", "1"),
+        *("--training.steps", "6", "--training.seq_len", "63", "--diagnostics.interval", "6"),
+        CONFIG_FILE=str(REPOSITORY / "train_configs" / "loom_debug.toml"),
+    )
+    assert status == 0, output + errors
+    rows = runs.metrics(tmp_path)
+    assert [[part["loops"] for part in row["segments"]] for row in rows] == [[[0, 1], [1, 2], [2, 3]]] * 6
+    assert not any("spike" in row for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert {"validation/loop/3/loss", "loop/3/angle", "expert/distinct"} <= rows[-1].keys()
+    assert len(list((tmp_path / "outputs" / "packs").glob("*/metadata.json"))) == 2
+
+
 def test_the_effective_configuration_runs_again_as_it_is(tmp_path):
     first = runs.train(tmp_path, "--training.steps", "2")
     (tmp_path / "run" / "config.toml").rename(tmp_path / "again.toml")
