@@ -42,19 +42,20 @@ def _validated(argv: list[str]) -> dict:
 
 
 def test_the_token_mean_is_the_same_to_the_bit_on_any_number_of_ranks(tmp_path):
-    (tmp_path / "small.toml").write_text(runs.SMALL)
+    (tmp_path / "small.toml").write_text(runs.LOOM)
     argv = ["--job.config_file", str(tmp_path / "small.toml"), "--training.local_batch_size", "1", *SMALL]
     found = []
     for world_size in (1, 2, 4):
         folder = ["--job.dump_folder", str(tmp_path / str(world_size))]
         found += processes.run(_validated, world_size, [*argv, *folder])
     expected = found[0]["first"]
-    assert set(expected) == {"loss", "loop/1/loss", "loop/2/loss"}
+    loops = [f"loop/{loop}/loss" for loop in (1, 2, 3)]
+    assert set(expected) == {"loss", *loops}
     for result in found:
         assert result["rows"] == 6 and result["sharded"]
         assert result["first"] == result["second"] == expected
-        assert [expected[f"loop/{loop}/loss"] for loop in (1, 2)] == pytest.approx(list(result["plain"].values()))
-    assert expected["loss"] == expected["loop/2/loss"] != expected["loop/1/loss"]
+        assert [expected[name] for name in loops] == pytest.approx(list(result["plain"].values()))
+    assert expected["loss"] == expected["loop/3/loss"] != expected["loop/1/loss"]
 
 
 def test_a_run_with_validation_trains_as_one_without(tmp_path):
