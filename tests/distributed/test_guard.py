@@ -3,13 +3,14 @@
 import json
 import math
 
-import pytest
 import torch
 
 from tests import processes, runs
 from titan_loom.errors import RunError
 
 GUARDED = ("--guard.enable", "true", "--training.segment_loops", "1", "--checkpoint.interval", "2")
+SPIKES = {(4, 0): math.nan, (5, 1): 10.0}
+"""What losses and gradients are multiplied by, at a step and the first loop of a segment."""
 COMPARED = ("step", "loss", "grad_norm", "segments", "batch_sha256", "tokens_seen")
 
 
@@ -59,26 +60,26 @@ def guard_state(folder, step: int) -> dict:
     return json.loads((folder / "run" / "checkpoint" / f"step-{step}" / "train_state.json").read_text())["guard"]
 
 
-@pytest.mark.parametrize("action", ["skip", "rollback"])
-def test_a_spike_costs_a_step_on_every_rank_and_a_stop_behind_it_changes_nothing(tmp_path, action):
-    spikes, steps = {(4, 0): math.nan, (5, 1): 10.0}, ("--guard.action", action, "--training.steps")
-    layout = {"world_size": 2, "config": runs.LOOM}
-    whole = train(tmp_path / "whole", spikes, *steps, "6", **layout)
-    assert whole[0] == ""
-    rows = runs.metrics(tmp_path / "whole")
+def test_a_spike_costs_a_step_and_its_update(tmp_path):
+    ended, values = train(tmp_path, SPIKES, "--training.steps", "6", config=runs.LOOM)
+    assert ended == ""
+    rows = runs.metrics(tmp_path)
     assert [len(row["segments"]) for row in rows] == [3, 3, 3, 1, 2, 3]
     assert [row.get("spike", "")[:17] for row in rows] == ["", "", "", "the loss is not f", "the loss rose to ", ""]
     assert rows[3]["loss"] is None
     # What the experts were sent in a step that was given up does not move their biases.
-    router_bias_steps = torch.tensor(whole[1][-1])
-    accepted = 4 if action == "skip" else 3
-    assert router_bias_steps.abs().max() == accepted
-    state = guard_state(tmp_path / "whole", 6)
-    assert state["passed_over"] == ([[3, 4], [5, 5]] if action == "rollback" else [])
-    assert state["skipped_in_a_row"] == 0
-    # Step 5 stops between the spike and the next regular checkpoint: going back must not end there.
-    train(tmp_path / "stopped", spikes, *steps, "3", **layout)
-    again = train(tmp_path / "stopped", spikes, *steps, "6", **layout)
+    assert torch.tensor(values[-1]).abs().max() == 4
+    state = guard_state(tmp_path, 6)
+    assert state["passed_over"] == [] and state["skipped_in_a_row"] == 0
+
+
+def test_every_rank_rolls_back_and_a_stop_in_between_changes_nothing(tmp_path):
+    steps, layout = ("--guard.action", "rollback", "--training.steps"), {"world_size": 2, "config": runs.LOOM}
+    whole = train(tmp_path / "whole", SPIKES, *steps, "6", **layout)
+    assert guard_state(tmp_path / "whole", 6)["passed_over"] == [[3, 4], [5, 5]]
+    # Step 3 is saved between the spike and the last regular checkpoint: going back must not end there.
+    train(tmp_path / "stopped", SPIKES, *steps, "3", **layout)
+    again = train(tmp_path / "stopped", SPIKES, *steps, "6", **layout)
     assert again == whole
     assert compared(tmp_path / "stopped") == compared(tmp_path / "whole")
 
