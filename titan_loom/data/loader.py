@@ -225,7 +225,8 @@ def _lane_sources(data: Data, holdout: Holdout, listing: dict[str, Parts]) -> tu
             shards = parts.shards(data.lanes)
             ignored = f", {parts.num_ignored:,} other files ignored" if parts.num_ignored else ""
             found = f"{len(parts.parts):,} parts in {len(shards):,} shards for {data.lanes} lanes{ignored}"
-        logger.info(f"Data source {name}: {source.path} ({parts.kind}), {found}")
+        of = "the holdout of " if holdout.inside else ""
+        logger.info(f"Data source {name}: {of}{source.path} ({parts.kind}), {found}")
         sources.append(
             LaneSource(
                 name=name,
