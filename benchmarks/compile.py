@@ -75,7 +75,7 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict:
     for run.step in range(1, args.steps + 2):
         start = time.perf_counter()
         run.train_step()
-        run.flush_metrics()
+        run.metrics.flush()
         seconds.append(time.perf_counter() - start)
         if run.step == 1:
             first_step = time.time() - args.started
