@@ -3,13 +3,9 @@
 import os
 import subprocess
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-if find_spec("transformers") is None:
-    pytest.skip("needs transformers", allow_module_level=True)
 
 from tests import processes, runs
 from tests.hub_server import FOREVER, HubServer
