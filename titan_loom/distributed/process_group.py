@@ -67,7 +67,7 @@ def sum_in_rank_order(values: Tensor) -> Tensor:
 
 def check_same_on_all_ranks(config: dict[str, Any]) -> None:
     """Raises UserError on every rank when a key of the nested table `config` has another value on another rank."""
-    mine, *others = (dict(_leaves(table)) for table in _gather(config))
+    mine, *others = (dict(_leaves(table)) for table in gather_objects(config))
     for rank, theirs in enumerate(others, start=1):
         for key in mine | theirs:
             if mine.get(key) != theirs.get(key):
@@ -87,17 +87,18 @@ def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def ranks_where(condition: bool) -> list[int]:
     """The ranks on which `condition` holds."""
-    return [rank for rank, holds in enumerate(_gather(condition)) if holds]
+    return [rank for rank, holds in enumerate(gather_objects(condition)) if holds]
 
 
 def first_error(error: Exception | None) -> Exception:
     """What to raise on every rank when at least one has an error: its own here, elsewhere the first rank's."""
     portable = error if isinstance(error, UserError | RunError) else error and RuntimeError(repr(error))
-    errors = _gather(portable)
+    errors = gather_objects(portable)
     return error or next(error for error in errors if error is not None)
 
 
-def _gather(value):
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's `value`, plain data, on every rank."""
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
