@@ -7,21 +7,19 @@ GPU and of the compiler keep less, so what is counted for activations is an uppe
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
 from rich.console import Console
 from rich.table import Column, Table
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 
 from titan_loom.config import Compile, Diagnostics, Float8, JobConfig
 from titan_loom.data.loader import Batch
 from titan_loom.distributed.fake import Meter, init_fake_process_group
 from titan_loom.distributed.process_group import leave_process_group
+from titan_loom.tools.inspect import local_bytes
 from titan_loom.tools.logging import init_logger
 from titan_loom.training.model_trainer import ModelTrainer
 
@@ -86,9 +84,9 @@ def plan(config: JobConfig, world_size: int) -> Plan:
     units = trainer.data_parallel.units
     padded = sum(unit.numel for unit in [*units.of_blocks, units.root])
     result = Plan(
-        parameters=_local_bytes(parameters),
-        gradients=_local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
-        optimizer_state=_local_bytes(trainer.optimizers.named_states().values()),
+        parameters=local_bytes(parameters),
+        gradients=local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+        optimizer_state=local_bytes(trainer.optimizers.named_states().values()),
         peak=peak,
         padding=padded / sum(parameter.numel() for parameter in parameters) - 1,
         calls=calls,
@@ -145,7 +143,3 @@ class _FakeTrainer(ModelTrainer):
         mesh = self.data_parallel.mesh
         self.model = self.optimizers = self.data_parallel = None
         leave_process_group(mesh)
-
-
-def _local_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

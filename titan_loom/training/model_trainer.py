@@ -19,7 +19,7 @@ from titan_loom.models import build_model, model_args
 from titan_loom.models.interface import Observer, Segment
 from titan_loom.optim.clipping import clip_gradients
 from titan_loom.optim.groups import assign_groups
-from titan_loom.optim.optimizers import build_optimizers
+from titan_loom.optim.optimizers import Optimizers
 from titan_loom.optim.schedules import Schedule, TokenSwitch
 from titan_loom.tools.inspect import check_expected_parameters
 from titan_loom.training import batches
@@ -79,7 +79,7 @@ class ModelTrainer:
         """Build the optimizers of the allocated parameters, and what changes during the run."""
         training, optimizer = self.config.training, self.config.optimizer
         groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
-        self.optimizers = build_optimizers(groups, optimizer)
+        self.optimizers = Optimizers(groups, optimizer)
         self.learning_rate = Schedule(self.config.lr_scheduler, training)
         self.weight_decay = TokenSwitch(
             optimizer.weight_decay, optimizer.final_weight_decay, optimizer.weight_decay_switch_tokens
