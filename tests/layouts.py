@@ -159,9 +159,9 @@ class Run:
                     inputs, layout.num_loops, layout.backprop_loops, segment=segment, carried=carried[i]
                 )
                 losses = chunked_cross_entropy(
-                    output.hidden.flatten(0, 1),
+                    output.hidden,
                     self.model.head_weight,
-                    targets.flatten(),
+                    targets,
                     z_coefficient=torch.tensor(1e-4),
                     chunk_tokens=48,
                     chunk=self.chunk,

@@ -15,7 +15,7 @@ from titan_loom.config.decoding import Text, decode, leaves, override
 from titan_loom.config.job_config import JobConfig, Source, Stage
 from titan_loom.errors import UserError
 
-__all__ = ["decode", "load_config", "override", "print_help", "to_toml", "without_none"]
+__all__ = ["decode", "leaves", "load_config", "override", "print_help", "to_toml", "without_none"]
 
 HELP = {"-h", "--help"}
 EXCLUSIVE = [
