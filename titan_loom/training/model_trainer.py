@@ -34,8 +34,8 @@ from titan_loom.training.metrics import SegmentRecord
 class ModelTrainer:
     """Trains a model on the batches that it is given; knows nothing of data, folders and checkpoints.
 
-    The process group is there. `build_model` and `build_optimizers` come later, one by one, so that the first mistake
-    is found before the memory is taken: what lies between them allocates the parameters.
+    Needs the process group. After `build_model` the parameters are to be allocated, then comes `build_optimizers`: so a
+    mistake is found before the memory is taken.
 
     Args:
         document_eos: the token that ends a document, if documents inside a sequence are to be kept apart.
