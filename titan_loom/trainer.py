@@ -236,10 +236,10 @@ class Trainer(ModelTrainer):
         data_wait = time.perf_counter() - started
         self.lane_states = batch.lane_states
 
-        n = self.num_sources
-        counts = [*batches.supervised_tokens(batch, n), bool(self.stop), *batch.filtered.flatten().tolist()]
+        num_sources = self.num_sources
+        counts = [*batches.supervised_tokens(batch, num_sources), bool(self.stop), *batch.filtered.flatten().tolist()]
         counts = sum_over_ranks(counts)
-        source_counts, stop_requests, filtered = counts[:n], counts[n], counts[n + 1 :]
+        source_counts, stop_requests, filtered = counts[:num_sources], counts[num_sources], counts[num_sources + 1 :]
         num_tokens = sum(source_counts)
         weight_decay = self.weight_decay(self.tokens_seen)
         self.z_coefficient.fill_(self.z_loss(self.tokens_seen))
