@@ -13,37 +13,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 
-STARTED = time.time()
+from nanocoder_steps import add_options, describe_machine, in_process, take_steps, trainer, trainer_of
+
 GRAPH_STEPS = 50
 
-CONFIG = """
-[job]
-dump_folder = "{folder}/run"
-[model]
-flavor = "nanocoder"
-[data]
-lanes = 1
-[data.sources.code]
-path = "embedded:code"
-format = "repository"
-[training]
-steps = 1000
-local_batch_size = {micro_batch}
-global_batch_size = {micro_batch}
-seq_len = {seq_len}
-mixed_precision_param = "{dtype}"
-[checkpoint]
-enable = false
-[metrics]
-log_freq = 1000
-[compile]
-enable = {compile}
-"""
 MOVING = """
 components = ["model"]
 [lr_scheduler]
@@ -56,32 +31,12 @@ weight_decay_switch_tokens = 500
 """
 
 
-def trainer(folder: str, overrides: list[str], more: str = "", **values):
-    """A trainer of `CONFIG` with `values`."""
-    from titan_loom.config import load_config
-    from titan_loom.trainer import Trainer
-
-    path = os.path.join(folder, "run.toml")
-    with open(path, "w") as file:
-        file.write((CONFIG + more).format(folder=folder, **values))
-    return Trainer(load_config(["--job.config_file", path, *overrides]))
-
-
 def measure_steps(args: argparse.Namespace, folder: str) -> dict:
     """Seconds from the start of the process to the end of the first step, and tokens/s of the others."""
-    compile = str(args.child == "compiled").lower()
-    run = trainer(folder, [], micro_batch=args.micro_batch, seq_len=args.seq_len, dtype=args.dtype, compile=compile)
-    seconds = []
-    for run.step in range(1, args.steps + 2):
-        start = time.perf_counter()
-        run.train_step()
-        run.metrics.flush()
-        seconds.append(time.perf_counter() - start)
-        if run.step == 1:
-            first_step = time.time() - args.started
+    run = trainer_of(args, folder)
+    first_step, seconds = take_steps(run, args)
     run.close()
-    tokens = args.micro_batch * args.seq_len
-    return {"first_step": first_step, "tokens_per_second": tokens / statistics.median(seconds[1:])}
+    return {"first_step": first_step, "tokens_per_second": args.micro_batch * args.seq_len / statistics.median(seconds)}
 
 
 def count_graphs(args: argparse.Namespace, folder: str) -> dict:
@@ -90,7 +45,7 @@ def count_graphs(args: argparse.Namespace, folder: str) -> dict:
 
     sampling = ["--model.loop_sampling", "uniform", "--model.loop_sampling_max", "4", "--training.z_loss", "1e-4"]
     sampling += ["--training.z_loss_until_tokens", "1000"]
-    run = trainer(folder, sampling, micro_batch=1, seq_len=64, dtype="float32", compile="true", more=MOVING)
+    run = trainer(folder, *sampling, micro_batch=1, seq_len=64, dtype="float32", compile=True, more=MOVING)
     graphs, loops = [], set()
     for run.step in range(1, GRAPH_STEPS + 1):
         run.train_step()
@@ -100,34 +55,16 @@ def count_graphs(args: argparse.Namespace, folder: str) -> dict:
     return {"first": graphs[0], "last": graphs[-1], "loops": sorted(loops)}
 
 
-def in_process(args: argparse.Namespace, child: str, dtype: str, cache: str) -> dict:
-    command = [sys.executable, __file__, "--child", child, "--dtype", dtype, "--started", str(time.time())]
-    command += ["--steps", str(args.steps), "--micro_batch", str(args.micro_batch), "--seq_len", str(args.seq_len)]
-    environment = os.environ | {"LOG_RANK": "", "TORCHINDUCTOR_CACHE_DIR": cache}
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
-    return json.loads(output.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps; the median counts")
-    parser.add_argument("--micro_batch", type=int, default=4)
-    parser.add_argument("--seq_len", type=int, default=1024)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="of parameters and activations; default: both")
-    parser.add_argument("--child", choices=["eager", "compiled", "graphs"], help=argparse.SUPPRESS)
-    parser.add_argument("--started", type=float, default=STARTED, help=argparse.SUPPRESS)
+    add_options(parser)
     args = parser.parse_args()
     if args.child is not None:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps((count_graphs if args.child == "graphs" else measure_steps)(args, folder)))
         return
 
-    import torch
-
-    from titan_loom.optim.newton_schulz import lacks_products
-
-    instructions = "no bf16 instructions" if lacks_products(torch.bfloat16) else "bf16 instructions"
-    print(f"load average {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores, {instructions}")
+    print(describe_machine())
     print(f"nanocoder, {args.micro_batch} x {args.seq_len:,} tokens\n")
     print(f"{'dtype':10}{'mode':24}{'first step':>12}{'tokens/s':>10}{'of eager':>10}")
     for dtype in [args.dtype] if args.dtype else ["bfloat16", "float32"]:

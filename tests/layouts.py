@@ -31,7 +31,7 @@ from titan_loom.models.interface import Segment
 from titan_loom.models.loom.args import LoomArgs
 from titan_loom.models.nanocoder.args import NanoCoderArgs
 from titan_loom.optim.groups import assign_groups
-from titan_loom.optim.optimizers import build_optimizers
+from titan_loom.optim.optimizers import Optimizers
 from titan_loom.training.loss import chunk_losses, chunked_cross_entropy
 
 # The nanocoder's schedule; neither the vocabulary nor the width divides by 2.
@@ -126,7 +126,7 @@ class Run:
         materialize(self.model, torch.device("cpu"), 0)
         self.chunk = compiled(chunk_losses, "loss", compile)
         groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
-        self.optimizers = build_optimizers(
+        self.optimizers = Optimizers(
             groups,
             OptimizerConfig(
                 name=layout.optimizer,
@@ -159,9 +159,9 @@ class Run:
                     inputs, layout.num_loops, layout.backprop_loops, segment=segment, carried=carried[i]
                 )
                 losses = chunked_cross_entropy(
-                    output.hidden.flatten(0, 1),
+                    output.hidden,
                     self.model.head_weight,
-                    targets.flatten(),
+                    targets,
                     z_coefficient=torch.tensor(1e-4),
                     chunk_tokens=48,
                     chunk=self.chunk,

@@ -7,28 +7,21 @@ GPU and of the compiler keep less, so what is counted for activations is an uppe
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Column, Table
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 
 from titan_loom.config import Compile, Diagnostics, Float8, JobConfig
 from titan_loom.data.loader import Batch
 from titan_loom.distributed.fake import Meter, init_fake_process_group
 from titan_loom.distributed.process_group import leave_process_group
-from titan_loom.models import model_args
-from titan_loom.optim.groups import assign_groups
-from titan_loom.optim.optimizers import build_optimizers
+from titan_loom.tools.inspect import local_bytes
 from titan_loom.tools.logging import init_logger
-from titan_loom.trainer import Trainer
-from titan_loom.training.loops import LoopPlan
+from titan_loom.training.model_trainer import ModelTrainer
 
 MIB = 2**20
 
@@ -91,9 +84,9 @@ def plan(config: JobConfig, world_size: int) -> Plan:
     units = trainer.data_parallel.units
     padded = sum(unit.numel for unit in [*units.of_blocks, units.root])
     result = Plan(
-        parameters=_local_bytes(parameters),
-        gradients=_local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
-        optimizer_state=_local_bytes(trainer.optimizers.named_states().values()),
+        parameters=local_bytes(parameters),
+        gradients=local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+        optimizer_state=local_bytes(trainer.optimizers.named_states().values()),
         peak=peak,
         padding=padded / sum(parameter.numel() for parameter in parameters) - 1,
         calls=calls,
@@ -104,29 +97,20 @@ def plan(config: JobConfig, world_size: int) -> Plan:
     return result
 
 
-class _FakeTrainer(Trainer):
-    """The trainer's model, optimizers and step, without its data, its checkpoints and its folder."""
+class _FakeTrainer(ModelTrainer):
+    """The trainer's model and optimizers on fake tensors, and the bytes that a step takes."""
 
     def __init__(self, config: JobConfig):
         fake = replace(config.comm, mode="fake")
-        self.config = config = replace(config, comm=fake, compile=Compile(), float8=Float8(), diagnostics=Diagnostics())
-        training = config.training
-        self.device = torch.device("cpu")
-        self.step = 0
+        config = replace(config, comm=fake, compile=Compile(), float8=Float8(), diagnostics=Diagnostics())
+        super().__init__(config, torch.device("cpu"), document_eos=0 if config.data.isolates_documents else None)
         self.guard = SimpleNamespace(judge=lambda *_: None)  # there are no values to judge
-        self.micro_batches = training.global_batch_size // (training.local_batch_size * dist.get_world_size())
-        self.args = model_args(config.model)
-        self.loops = LoopPlan(config.model, training, self.args, config.debug.seed)
-        self.tokenizer = SimpleNamespace(eos_id=0)
-        self.source_tokens = dict.fromkeys(config.data.sources, 0)
-        self._build_model()
+        self.build_model()
         # FSDP2 takes no meta tensors; until here the parameters are, and the mode has to accept them.
         self._fake, self._meter = FakeTensorMode(allow_non_fake_inputs=True), Meter()
         with self._fake, self._meter:
             self.model.to_empty(device=self.device)
-            groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
-            self.optimizers = build_optimizers(groups, config.optimizer)
-            self._build_schedules()
+            self.build_optimizers()
             # The optimizers get their state, which every step but the first has from its beginning.
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -159,7 +143,3 @@ class _FakeTrainer(Trainer):
         mesh = self.data_parallel.mesh
         self.model = self.optimizers = self.data_parallel = None
         leave_process_group(mesh)
-
-
-def _local_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

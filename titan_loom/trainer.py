@@ -1,7 +1,6 @@
 """The training loop, top to bottom: what a run builds, what a step does, what a checkpoint holds.
 
-Losses are sums divided by the supervised tokens of the whole global batch, and gradients are summed over ranks and
-micro-batches, so that neither depends on how the batch is spread.
+What a step does to the model, once its batch is there, is in `training/model_trainer.py`.
 """
 
 import gc
@@ -14,22 +13,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titan_loom import __version__
 from titan_loom.config import JobConfig
 from titan_loom.config.milestones import milestone_tags
 from titan_loom.data.filters import count_by_reason
-from titan_loom.data.lanes import IGNORED_LABEL
-from titan_loom.data.loader import Batch, LaneLoader, data_fingerprint
+from titan_loom.data.loader import LaneLoader, data_fingerprint
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import load_tokenizer
-from titan_loom.distributed.compile import compiled
 from titan_loom.distributed.init import materialize
-from titan_loom.distributed.parallelize import parallelize
 from titan_loom.distributed.process_group import (
     check_same_on_all_ranks,
     from_rank0,
+    gather_objects,
     init_process_group,
     leave_process_group,
     local_device,
@@ -39,29 +35,19 @@ from titan_loom.distributed.process_group import (
 from titan_loom.errors import Interrupted, ReadError, RunError, UserError
 from titan_loom.hub.outbox import Outbox
 from titan_loom.hub.start import find_start, is_continued
-from titan_loom.models import build_model, model_args
-from titan_loom.models.interface import Observer, Segment
-from titan_loom.optim.clipping import clip_gradients
-from titan_loom.optim.groups import assign_groups
-from titan_loom.optim.optimizers import build_optimizers
-from titan_loom.optim.schedules import Schedule, TokenSwitch
-from titan_loom.tools.inspect import check_expected_parameters, check_fits
+from titan_loom.tools.inspect import check_fits
 from titan_loom.tools.logging import logger
 from titan_loom.tools.random import derive_seed
 from titan_loom.training import batches, checkpoint_files
-from titan_loom.training.batches import MicroBatch
 from titan_loom.training.checkpoint import CheckpointManager
-from titan_loom.training.diagnostics import GradientObserver, diagnose
-from titan_loom.training.guard import Guard
-from titan_loom.training.loops import LoopPlan
-from titan_loom.training.loss import chunk_losses, chunked_cross_entropy
-from titan_loom.training.metrics import MetricsProcessor, SegmentRecord, StepRecord
+from titan_loom.training.metrics import MetricsProcessor, StepRecord
+from titan_loom.training.model_trainer import ModelTrainer
 from titan_loom.training.run_folder import RunFolder
 from titan_loom.training.signals import StopRequest
 from titan_loom.training.validation import Validator
 
 
-class Trainer:
+class Trainer(ModelTrainer):
     """A run: everything that one configuration describes, from the process group to the last checkpoint.
 
     Raises:
@@ -69,38 +55,30 @@ class Trainer:
     """
 
     def __init__(self, config: JobConfig):
-        self.config = config
-        training = config.training
-        self.num_steps = training.num_steps
-        self.device = local_device()
-        init_process_group(config.comm, self.device)
+        training, device = config.training, local_device()
+        init_process_group(config.comm, device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.micro_batches = training.global_batch_size // (training.local_batch_size * self.world_size)
         check_same_on_all_ranks(asdict(replace(config, job=replace(config.job, config_file=None))))
         self.stop = StopRequest()
         torch.use_deterministic_algorithms(config.debug.deterministic)
         gc.disable()
 
-        self.args = model_args(config.model)
-        self.loops = LoopPlan(config.model, training, self.args, config.debug.seed)
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
+        super().__init__(config, device, self.tokenizer.eos_id if config.data.isolates_documents else None)
+        self.num_steps = training.num_steps
         self.run_folder: RunFolder | None = None  # rank 0 holds it
         self.outbox: Outbox | None = None  # rank 0 holds it, with a repository to push to
         self.data_fingerprint, self.listing, start, self.run_id = from_rank0(self._open_run_folder)
         self.milestones = milestone_tags(config.hub.milestones, training) if config.hub.repo_id else {}
 
-        self._build_model()
-        check_fits(self.model, torch.device("cpu") if training.enable_cpu_offload else self.device)
-        materialize(self.model, self.device, config.debug.seed, cpu_offload=training.enable_cpu_offload)
-        groups = assign_groups(self.model.named_parameters(), self.model.group_rules())
-        self.optimizers = build_optimizers(groups, config.optimizer)
-        self._build_schedules()
+        self.build_model()
+        check_fits(self.model, torch.device("cpu") if training.enable_cpu_offload else device)
+        materialize(self.model, device, config.debug.seed, cpu_offload=training.enable_cpu_offload)
+        self.build_optimizers()
 
-        self.step = 0
         self.tokens_seen = 0
         self.source_tokens = dict.fromkeys(config.data.sources, 0)
         self.lane_states: dict[int, str] | None = None
-        self.guard = Guard(config.guard)
         self.checkpoints = CheckpointManager(
             checkpoint_files.checkpoint_folder(config), config.checkpoint, self.model, self.optimizers
         )
@@ -129,12 +107,23 @@ class Trainer:
         self.metrics = MetricsProcessor(
             config.metrics,
             Path(config.job.dump_folder),
-            device=self.device,
+            device=device,
             source_names=list(config.data.sources),
             total_steps=self.num_steps,
             start_step=self.step,
         )
-        self.validator = self._build_validator() if config.validation.enable else None
+        self.validator: Validator | None = None
+        if config.validation.enable:
+            self.validator = Validator(
+                config.validation,
+                config.data,
+                self.tokenizer,
+                seed=config.debug.seed,
+                seq_len=training.seq_len,
+                listing=self.listing,
+                device=device,
+                loss=self.loss,
+            )
         self._log_summary()
 
     def _open_run_folder(self) -> tuple[dict[str, Any], dict[str, Parts], checkpoint_files.Start | None, str]:
@@ -164,48 +153,6 @@ class Trainer:
             self.outbox = Outbox(self.config)
             if checkpoint is not None:  # killed between saving it and queueing it
                 self.outbox.add(checkpoint)
-
-    def _build_model(self) -> None:
-        training = self.config.training
-        with torch.device("meta"):
-            self.model = build_model(self.args).to(getattr(torch, training.dtype))
-        check_expected_parameters(self.model, self.config.model.expected_parameters)
-        self.data_parallel = parallelize(
-            self.model,
-            self.device,
-            parallelism=self.config.parallelism,
-            activation_checkpoint=self.config.activation_checkpoint,
-            compile=self.config.compile,
-            float8=self.config.float8,
-            param_dtype=getattr(torch, training.mixed_precision_param),
-            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-            cpu_offload=training.enable_cpu_offload,
-            micro_batches=self.micro_batches,
-        )
-        self.chunk_losses = compiled(chunk_losses, "loss", self.config.compile)
-
-    def _build_schedules(self) -> None:
-        training, optimizer = self.config.training, self.config.optimizer
-        self.learning_rate = Schedule(self.config.lr_scheduler, training)
-        self.weight_decay = TokenSwitch(
-            optimizer.weight_decay, optimizer.final_weight_decay, optimizer.weight_decay_switch_tokens
-        )
-        self.z_loss = TokenSwitch(training.z_loss, 0.0, training.z_loss_until_tokens)
-        # A tensor, so that a change of its value is no reason to compile anything again.
-        self.z_coefficient = torch.zeros((), device=self.device)
-
-    def _build_validator(self) -> Validator:
-        return Validator(
-            self.config.validation,
-            self.config.data,
-            self.tokenizer,
-            seed=self.config.debug.seed,
-            seq_len=self.config.training.seq_len,
-            listing=self.listing,
-            device=self.device,
-            chunk_tokens=self.config.training.loss_chunk_tokens,
-            chunk=self.chunk_losses,
-        )
 
     def _log_summary(self) -> None:
         config, training = self.config, self.config.training
@@ -289,7 +236,7 @@ class Trainer:
         data_wait = time.perf_counter() - started
         self.lane_states = batch.lane_states
 
-        num_sources = len(self.source_tokens)
+        num_sources = self.num_sources
         counts = [*batches.supervised_tokens(batch, num_sources), bool(self.stop), *batch.filtered.flatten().tolist()]
         counts = sum_over_ranks(counts)
         source_counts, stop_requests, filtered = counts[:num_sources], counts[num_sources], counts[num_sources + 1 :]
@@ -315,7 +262,7 @@ class Trainer:
                 lr=self.optimizers.lr(),
                 weight_decay=weight_decay,
                 num_loops=num_loops or self.args.num_loops,
-                flops=num_tokens * self._flops_per_token(num_loops, segments),
+                flops=num_tokens * self.flops_per_token(num_loops, segments),
                 data_wait=data_wait,
                 filtered=count_by_reason(list(self.source_tokens), filtered),
                 source_wait=batch.read_seconds,
@@ -326,107 +273,6 @@ class Trainer:
         if segments[-1].spike is not None:
             self.after_spike(segments[-1].spike)
         return stop_requests > 0
-
-    def train_segments(self, batch: Batch, num_tokens: int, num_loops: int | None) -> list[SegmentRecord]:
-        """Train on this rank's share of a global batch with `num_tokens` supervised tokens, segment by segment.
-
-        The routers' balance follows the experts' load of the whole step. A segment whose loss is a spike is not trained
-        on, and ends the step.
-        """
-        document_eos = self.tokenizer.eos_id if self.config.data.isolates_documents else None
-        rows = self.config.training.local_batch_size
-        micro_batches = batches.micro_batches(batch, rows, self.device, document_eos)
-        measured, observer = self._diagnose(micro_batches[0], num_loops)
-        records, loads = [], []
-        for i, segment in enumerate(self.loops.segments(num_loops)):
-            self.optimizers.zero_grad()
-            sums, load = self.forward_backward(micro_batches, num_tokens, num_loops, segment, observer)
-            grad_norm = clip_gradients(self.model, self.config.training.max_norm)
-            spike = self.guard.judge(self.step, i, sums[:3].sum(), num_tokens, grad_norm)
-            records.append(SegmentRecord(segment, sums, grad_norm, spike, measured if i == 0 else {}))
-            if spike is not None:
-                return records
-            self.optimizers.step()
-            loads += [] if load is None else [load]
-        if loads:
-            load = torch.stack(loads).sum(0)
-            dist.all_reduce(load)
-            self.model.balance_experts(load)
-        return records
-
-    def forward_backward(
-        self,
-        micro_batches: list[MicroBatch],
-        num_tokens: int,
-        num_loops: int | None,
-        segment: Segment | None,
-        observer: Observer | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Accumulate the gradients of one segment of loops (None: all of them) over this rank's micro-batches, the
-        first of which `observer` sees.
-
-        Returns:
-            sums: fp32 (3 + num_sources,), over this rank's tokens: cross-entropy, weighted z-loss, weighted z-loss of
-                the routers, and the cross-entropy of each source.
-            load: int64 (layers, experts), this rank's tokens at each expert; None without experts.
-        """
-        training = self.config.training
-        sums = torch.zeros(3 + len(self.source_tokens), device=self.device)
-        load = None
-        for i, micro_batch in enumerate(micro_batches):
-            with self.data_parallel.micro_batch(last=i == len(micro_batches) - 1):
-                output = self.model(
-                    micro_batch.inputs,
-                    num_loops,
-                    self.loops.backprop_loops,
-                    micro_batch.documents,
-                    segment=segment,
-                    carried=micro_batch.carried,
-                    observer=observer if i == 0 else None,
-                )
-                losses = chunked_cross_entropy(
-                    output.hidden.flatten(0, 1),
-                    self.model.head_weight,
-                    micro_batch.labels.flatten(),
-                    z_coefficient=self.z_coefficient,
-                    chunk_tokens=training.loss_chunk_tokens,
-                    chunk=self.chunk_losses,
-                )
-                router_z = torch.zeros((), device=self.device)
-                if output.router_z is not None:
-                    router_z = training.router_z_loss * (output.router_z * (micro_batch.labels != IGNORED_LABEL)).sum()
-                ((losses.loss_sum + router_z) / num_tokens).backward()
-            micro_batch.carried = output.carried
-            if output.expert_load is not None:
-                load = output.expert_load.long() if load is None else load + output.expert_load.long()
-            sums[0] += losses.ce.sum()
-            sums[1] += self.z_coefficient * losses.z.sum()
-            sums[2] += router_z.detach()
-            sums[3:] += micro_batch.source_sums(losses.ce, len(self.source_tokens))
-        return sums, load
-
-    def _diagnose(
-        self, micro_batch: MicroBatch, num_loops: int | None
-    ) -> tuple[dict[str, Tensor], GradientObserver | None]:
-        """What `[diagnostics]` wants to know in this step, and who adds to it while the step is taken."""
-        config = self.config.diagnostics
-        if not config.enable or self.step % config.interval:
-            return {}, None
-        measured = diagnose(
-            self.model,
-            self.data_parallel,
-            micro_batch,
-            num_loops,
-            chunk_tokens=self.config.training.loss_chunk_tokens,
-            chunk=self.chunk_losses,
-        )
-        return measured, GradientObserver(measured) if config.gradients else None
-
-    def _flops_per_token(self, num_loops: int | None, segments: list[SegmentRecord]) -> int:
-        seq_len, backprop_loops = self.config.training.seq_len, self.loops.backprop_loops
-        return sum(
-            self.model.flops_per_token(seq_len, num_loops, backprop_loops, record.segment) for record in segments
-        )
 
     def after_spike(self, spike: str) -> None:
         """Do what `[guard]` says about a step that was not trained to its end. Data, schedules and counts go on.
@@ -483,8 +329,7 @@ class Trainer:
         self.metrics.reset_clock()
 
     def _state(self) -> dict[str, Any]:
-        lanes: list[dict[int, str]] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(lanes, self.lane_states)
+        of_lanes = [item for states in gather_objects(self.lane_states) for item in states.items()]
         return {
             "run_id": self.run_id,
             "step": self.step,
@@ -493,7 +338,7 @@ class Trainer:
             "seed": self.config.debug.seed,  # every random stream derives from it and the step
             "model": {"name": self.config.model.name, "args": asdict(self.args)},
             "data": self.data_fingerprint,
-            "lanes": {lane: json.loads(state) for states in lanes for lane, state in states.items()},
+            "lanes": {lane: json.loads(state) for lane, state in of_lanes},
             "guard": self.guard.state_dict(),
             "optimizer_groups": self.optimizers.describe(),
             "config": asdict(self.config),

@@ -40,11 +40,12 @@ def _watched(argv: list[str]) -> dict:
     import torch
 
     from tests.layouts import whole
-    from titan_loom import trainer as trainer_module
     from titan_loom.config.loading import load_config
+    from titan_loom.trainer import Trainer
+    from titan_loom.training import model_trainer
 
     seen = {"prelude": [], "missing": [], "balanced": []}
-    build = trainer_module.build_model
+    build = model_trainer.build_model
 
     def build_with_experts(args):
         model = build(args)
@@ -59,8 +60,8 @@ def _watched(argv: list[str]) -> dict:
         model.balance_experts = lambda load: seen["balanced"].append(load.tolist())
         return model
 
-    trainer_module.build_model = build_with_experts
-    trainer = trainer_module.Trainer(load_config(argv))
+    model_trainer.build_model = build_with_experts
+    trainer = Trainer(load_config(argv))
     step = trainer.optimizers.step
 
     def watch():

@@ -8,7 +8,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.unit.test_nanocoder import TINY, VARIANTS, initialized, trained
 from titan_loom.models.layers import document_attention as paths
-from titan_loom.models.layers.document_mask import Documents, block_mask, documents_of, positions_in_documents
+from titan_loom.models.layers.document_mask import (
+    Documents,
+    block_mask,
+    documents_at,
+    positions_by_eos,
+    positions_in_documents,
+)
 from titan_loom.models.nanocoder.ngram import ngram_rows
 from titan_loom.models.nanocoder.refresh import causal_convolution
 
@@ -20,6 +26,10 @@ def packed(batch: int = 2, seq: int = 60, mean_length: int = 12, seed: int = 0) 
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(EOS + 1, TINY.vocab_size, (batch, seq), generator=generator)
     return ids.masked_fill(torch.rand(batch, seq, generator=generator) < 1 / mean_length, EOS)
+
+
+def documents_of(ids: torch.Tensor) -> Documents:
+    return documents_at(positions_by_eos(ids, EOS))
 
 
 def pieces(ids: torch.Tensor) -> list[tuple[int, slice]]:
@@ -42,7 +52,7 @@ def documents_on_path(request, monkeypatch):
     if request.param == "by document":
         return documents_of
     monkeypatch.setattr(paths, "compiled_flex_attention", lambda: flex_attention)
-    return lambda ids, eos_id: for_flex(documents_of(ids, eos_id))
+    return lambda ids: for_flex(documents_of(ids))
 
 
 def heads(batch: int, seq: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -54,7 +64,7 @@ def heads(batch: int, seq: int, dtype: torch.dtype = torch.float32) -> list[torc
 
 def test_eos_belongs_to_the_document_that_it_ends():
     ids = torch.tensor([[7, 8, EOS, 9, EOS, EOS, 7, 7], [EOS, 7, 7, 7, 7, 7, 7, EOS]])
-    documents = documents_of(ids, EOS)
+    documents = documents_of(ids)
     assert documents.positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
     assert documents.positions.dtype == torch.int64
     assert documents.block_mask is None
@@ -63,7 +73,7 @@ def test_eos_belongs_to_the_document_that_it_ends():
 @pytest.mark.parametrize("seq", [5, 128, 300, 512])
 @pytest.mark.parametrize("mean_length", [3, 100, 10_000])
 def test_the_block_mask_is_what_torch_finds_by_trying_all_pairs(seq, mean_length):
-    positions = documents_of(packed(3, seq, mean_length), EOS).positions
+    positions = documents_of(packed(3, seq, mean_length)).positions
     found = block_mask(positions)
     expected = create_block_mask(found.mask_mod, 3, None, seq, seq, device="cpu")
     assert found.shape == expected.shape
@@ -78,7 +88,7 @@ def test_the_block_mask_is_what_torch_finds_by_trying_all_pairs(seq, mean_length
 )
 def test_attention_and_its_gradients_are_those_of_a_boolean_mask(dtype, tolerance):
     q, k, v = heads(2, 60, dtype)
-    positions = documents_of(packed(), EOS).positions
+    positions = documents_of(packed()).positions
     starts = torch.arange(60) - positions
     mask = (starts.unsqueeze(2) == starts.unsqueeze(1)).tril().unsqueeze(1)
     found = paths.document_attention(q, k, v, Documents(positions, None))
@@ -95,7 +105,7 @@ def test_attention_and_its_gradients_are_those_of_a_boolean_mask(dtype, toleranc
 def test_every_path_attends_as_in_each_document_alone(documents_on_path):
     q, k, v = (t.detach() for t in heads(2, 300))
     ids = packed(2, 300, mean_length=70)
-    found = paths.document_attention(q, k, v, documents_on_path(ids, EOS))
+    found = paths.document_attention(q, k, v, documents_on_path(ids))
     for row, columns in pieces(ids):
         alone = (t[row : row + 1, columns].transpose(1, 2) for t in (q, k, v))
         expected = F.scaled_dot_product_attention(*alone, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -104,7 +114,7 @@ def test_every_path_attends_as_in_each_document_alone(documents_on_path):
 
 def test_the_operator_keeps_torchs_contract():
     q, k, v = (t.detach().flatten(0, 1).requires_grad_() for t in heads(2, 60))
-    positions = documents_of(packed(), EOS).positions.flatten()
+    positions = documents_of(packed()).positions.flatten()
     torch.library.opcheck(paths.attention_by_document, (q, k, v, positions))
 
 
@@ -112,7 +122,7 @@ def test_the_operator_keeps_torchs_contract():
 def test_a_packed_row_gives_what_its_documents_give_alone(args, documents_on_path):
     with torch.no_grad():
         model, ids = trained(args).float(), packed()
-        logits = model.logits(model(ids, documents=documents_on_path(ids, EOS)).hidden)
+        logits = model.logits(model(ids, documents=documents_on_path(ids)).hidden)
         for row, columns in pieces(ids):
             alone = model.logits(model(ids[row : row + 1, columns]).hidden)[0]
             # fp32 1e-5 of the logits' own size
@@ -143,11 +153,9 @@ def check_isolation(logits, ids: torch.Tensor) -> None:
 def test_no_bit_of_a_document_depends_on_another(args, dtype, documents_on_path):
     with torch.no_grad():
         model = trained(args).to(dtype)
-        check_isolation(
-            lambda ids: model.logits(model(ids, documents=documents_on_path(ids, EOS)).hidden), packed(1, 48)
-        )
+        check_isolation(lambda ids: model.logits(model(ids, documents=documents_on_path(ids)).hidden), packed(1, 48))
         long = packed(1, 300, mean_length=90)  # more than one block of FlexAttention and of the flash kernel
-        check_isolation(lambda ids: model.logits(model(ids, documents=documents_on_path(ids, EOS)).hidden), long)
+        check_isolation(lambda ids: model.logits(model(ids, documents=documents_on_path(ids)).hidden), long)
 
 
 @pytest.mark.parametrize("args", VARIANTS[:2])
@@ -157,7 +165,7 @@ def test_no_bit_of_a_document_depends_on_where_another_is_cut(args, documents_on
         (row, first), *_ = (piece for piece in pieces(ids) if piece[1].stop - piece[1].start > 4)
         cut = ids.clone()
         cut[row, first.start + 2] = EOS
-        before, after = (model(each, documents=documents_on_path(each, EOS)).hidden for each in (ids, cut))
+        before, after = (model(each, documents=documents_on_path(each)).hidden for each in (ids, cut))
         assert torch.equal(before[row, first.stop :], after[row, first.stop :])
 
 
@@ -167,7 +175,7 @@ def test_compiled_documents_are_isolated_too():
     for block in model.blocks:
         block.compile(dynamic=False)
     with torch.no_grad():
-        check_isolation(lambda ids: model.logits(model(ids, documents=documents_of(ids, EOS)).hidden), ids)
+        check_isolation(lambda ids: model.logits(model(ids, documents=documents_of(ids)).hidden), ids)
     torch._dynamo.reset()
 
 
@@ -175,7 +183,7 @@ def test_compiled_documents_are_isolated_too():
 def test_a_documents_loss_has_no_gradient_in_another(args):
     model, ids = trained(args).float(), packed(1, 40)
     _, (_, own), *_ = pieces(ids)
-    model(ids, documents=documents_of(ids, EOS)).hidden[0, own].sum().backward()
+    model(ids, documents=documents_of(ids)).hidden[0, own].sum().backward()
     used = model.embedding.weight.grad.abs().sum(1).nonzero().flatten().tolist()
     assert set(used) == set(ids[0, own].tolist())
 
@@ -195,7 +203,7 @@ def test_one_graph_serves_all_documents(refresh, path):
     with torch.set_grad_enabled(path == "by document"):
         for seed in range(4):
             ids = packed(mean_length=3 + 8 * seed, seed=seed)
-            documents = documents_of(ids, EOS)
+            documents = documents_of(ids)
             hidden = model(ids, documents=documents if path == "by document" else for_flex(documents)).hidden
             if hidden.requires_grad:
                 hidden.sum().backward()
@@ -206,7 +214,7 @@ def test_one_graph_serves_all_documents(refresh, path):
 @pytest.mark.parametrize("order", [2, 4])
 def test_ngrams_start_anew_in_every_document(order):
     ids = packed(mean_length=4)
-    rows = ngram_rows(ids, 10**9, order, positions=documents_of(ids, EOS).positions)
+    rows = ngram_rows(ids, 10**9, order, positions=documents_of(ids).positions)
     for row, columns in pieces(ids):
         assert torch.equal(rows[row : row + 1, columns], ngram_rows(ids[row : row + 1, columns], 10**9, order))
 
@@ -217,7 +225,7 @@ def test_the_convolution_starts_anew_in_every_document():
     x, weights = (torch.randn(2, 60, 6, generator=generator, dtype=torch.float64) for _ in range(2))
     kernel = torch.randn(6, 9, generator=generator, dtype=torch.float64)
     x.requires_grad_(), kernel.requires_grad_()
-    y = causal_convolution(x, kernel, documents_of(ids, EOS).positions)
+    y = causal_convolution(x, kernel, documents_of(ids).positions)
     expected = torch.zeros_like(y)
     for row, columns in pieces(ids):
         expected[row, columns] = causal_convolution(x[row : row + 1, columns], kernel)[0]

@@ -443,7 +443,7 @@ def test_bf16_stays_close_and_repeats_to_the_bit():
     [
         ({"top_k": 6}, "model.args.top_k is 6; it must be at most num_experts = 5"),
         ({"loop_beta": 1.5}, "model.args.loop_beta is 1.5; it must be from 0 to 1"),
-        ({"capacity_factor": 0.0}, "model.args.capacity_factor is 0.0; it must be above 0"),
+        ({"capacity_factor": 0.0}, "model.args.capacity_factor is 0.0; it must be greater than 0"),
     ],
 )
 def test_arguments_that_describe_no_model(change, message):

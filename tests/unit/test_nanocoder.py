@@ -222,17 +222,6 @@ def test_an_observer_sees_every_visit_and_loop_once():
     assert len(seen.loops) == 2 and torch.equal(seen.loops[-1], *output.carried)
 
 
-@pytest.mark.parametrize("num_loops", [1, 2, 4])
-def test_another_number_of_loops_follows_the_equations(num_loops):
-    model, ids = trained(TINY), tokens()
-    torch.testing.assert_close(model(ids, num_loops).hidden, reference(model, ids, num_loops), rtol=1e-5, atol=1e-5)
-
-
-def test_a_fixed_schedule_refuses_a_number_of_loops():
-    with pytest.raises(UserError, match="num_loops is 2"):
-        trained(VARIANTS[3])(tokens(), num_loops=2)
-
-
 @pytest.mark.parametrize("args", VARIANTS[:2])
 def test_no_token_sees_a_later_one(args):
     model, ids = trained(args), tokens()

@@ -14,7 +14,7 @@ from titan_loom.errors import UserError
 from titan_loom.models import build_model
 from titan_loom.models.nanocoder.args import NanoCoderArgs
 from titan_loom.optim.groups import assign_groups
-from titan_loom.optim.optimizers import Optimizers, build_optimizers
+from titan_loom.optim.optimizers import Optimizers
 
 TINY = NanoCoderArgs(
     vocab_size=31,
@@ -41,7 +41,7 @@ def build(config: Optimizer, mesh=None, param_dtype=torch.float32) -> tuple[nn.M
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     materialize(model, torch.device("cpu"), seed=0)
-    return model, build_optimizers(assign_groups(model.named_parameters(), model.group_rules()), config)
+    return model, Optimizers(assign_groups(model.named_parameters(), model.group_rules()), config)
 
 
 def train(model: nn.Module, optimizers: Optimizers, steps: range) -> None:

@@ -59,9 +59,9 @@ def test_a_list_has_no_loops_to_count():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"num_loops": 0}, r"model\.args\.num_loops is 0; it must be above 0"),
-        ({"prelude": -1}, r"model\.args\.prelude is -1; it must be 0 or more"),
-        ({"dim": -256}, r"model\.args\.dim is -256; it must be above 0"),
+        ({"num_loops": 0}, r"model\.args\.num_loops is 0; it must be greater than 0"),
+        ({"prelude": -1}, r"model\.args\.prelude is -1; it must be 0 or greater"),
+        ({"dim": -256}, r"model\.args\.dim is -256; it must be greater than 0"),
         ({"loop": 0}, r"model\.args\.loop is 0"),
         ({"rope_theta": 0.0}, r"model\.args\.rope_theta is 0\.0"),
         ({"head_dim": 31}, r"model\.args\.head_dim is 31; it must be even"),

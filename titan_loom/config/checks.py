@@ -4,109 +4,15 @@ Everything here needs the configuration only: no file, no model, no tensor. Each
 who broke it.
 """
 
-import math
 import re
-from functools import reduce
 from pathlib import PurePath
-from typing import Any
 
-from titan_loom.config.job_config import (
-    ActivationCheckpoint,
-    Checkpoint,
-    Compile,
-    Data,
-    Hub,
-    JobConfig,
-    LRScheduler,
-    Model,
-    Optimizer,
-    Parallelism,
-    Training,
-)
+from titan_loom.config import job_config
+from titan_loom.config.bounds import check_bounds
 from titan_loom.config.milestones import milestone_tags
 from titan_loom.errors import UserError
 
-POSITIVE = [
-    "model.expected_parameters",
-    "model.loop_sampling_min",
-    "model.loop_sampling_max",
-    "data.lanes",
-    "data.window",
-    "data.open_parts",
-    "data.streaming.read_timeout_seconds",
-    "data.streaming.report_seconds",
-    "training.local_batch_size",
-    "training.global_batch_size",
-    "training.seq_len",
-    "training.steps",
-    "training.total_tokens",
-    "training.max_norm",
-    "training.z_loss_until_tokens",
-    "training.loss_chunk_tokens",
-    "training.backprop_loops",
-    "training.gc_freq",
-    "training.dataloader.prefetch_factor",
-    "optimizer.eps",
-    "optimizer.weight_decay_switch_tokens",
-    "optimizer.muon.ns_steps",
-    "lr_scheduler.total_steps",
-    "parallelism.data_parallel_replicate_degree",
-    "parallelism.expected_world_size",
-    "checkpoint.interval",
-    "hub.timeout_seconds",
-    "guard.delta",
-    "guard.relative_delta",
-    "guard.max_delta",
-    "validation.freq",
-    "validation.steps",
-    "validation.local_batch_size",
-    "diagnostics.interval",
-    "metrics.log_freq",
-    "comm.init_timeout_seconds",
-    "comm.train_timeout_seconds",
-]
-NOT_NEGATIVE = [
-    "hub.flush_seconds",
-    "data.streaming.failures_per_hour",
-    "training.z_loss",
-    "training.router_z_loss",
-    "training.segment_loops",
-    "training.dataloader.num_workers",
-    "optimizer.lr",
-    "optimizer.weight_decay",
-    "optimizer.final_weight_decay",
-    "optimizer.muon.lr",
-    "optimizer.muon.weight_decay",
-    "optimizer.embeddings.lr",
-    "optimizer.embeddings.weight_decay",
-    "optimizer.ngram.lr",
-    "optimizer.ngram.weight_decay",
-    "optimizer.controls.lr",
-    "optimizer.controls.weight_decay",
-    "lr_scheduler.warmup_steps",
-    "lr_scheduler.warmup_tokens",
-    "checkpoint.keep_latest_k",
-    "guard.max_consecutive_skips",
-    "guard.delta_warmup_steps",
-]
-PERCENTAGES = ["data.holdout_percent"]
-FRACTIONS = ["lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"]
-BELOW_ONE = ["guard.ema_decay", "optimizer.beta1", "optimizer.beta2", "optimizer.muon.momentum"]
-AT_MOST = {
-    "training.global_batch_size": 1 << 20,  # sequences are dealt to the sources one by one
-    "training.dataloader.prefetch_factor": 1 << 10,  # asked for one by one before the first comes
-    "data.window": 1 << 20,  # rows in memory
-    # Longer ones are beyond what the libraries can wait.
-    "data.streaming.read_timeout_seconds": 10**9,
-    "data.streaming.report_seconds": 10**9,
-    "hub.flush_seconds": 10**9,
-    "hub.timeout_seconds": 10**9,
-    "comm.init_timeout_seconds": 10**9,
-    "comm.train_timeout_seconds": 10**9,
-}
-MAX_ENCODE_BATCH_SIZE = 1 << 16
 MAX_STEPS = 10**9
-UNLIMITED = ["training.max_norm", "guard.delta", "guard.relative_delta", "guard.max_delta"]  # inf: no limit
 RUN_FILES = [".lock", ".config.toml", "config.toml", "hf", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
 RUN_FILES += ["from_hub", "outbox"]
 """What else a run keeps in `job.dump_folder`."""
@@ -114,13 +20,13 @@ RUN_FILES += ["from_hub", "outbox"]
 _REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
-def check(config: JobConfig, world_size: int) -> None:
+def check(config: job_config.JobConfig, world_size: int) -> None:
     """Check `config` for a run of `world_size` processes.
 
     Raises:
         UserError: the first rule that is broken, with the key, the value and what is allowed.
     """
-    _check_ranges(config)
+    check_bounds(config)
     _check_length(config.training)
     _check_world_size(config.parallelism.expected_world_size, world_size)
     _check_degrees(config.parallelism, world_size)
@@ -142,40 +48,12 @@ def check(config: JobConfig, world_size: int) -> None:
             "validation.enable is true, but validation.path is not set and data.holdout_percent is 0; one of them must "
             "say what to evaluate"
         )
-    if config.guard.max_ratio <= 1:
-        raise UserError(f"guard.max_ratio is {config.guard.max_ratio}; it must be greater than 1")
     _check_folder("checkpoint.folder", config.checkpoint.folder)
     _check_folder("metrics.save_tb_folder", config.metrics.save_tb_folder)
     _check_apart(config.checkpoint.folder, config.metrics.save_tb_folder)
 
 
-def value_of(config: JobConfig, key: str) -> Any:
-    """The value of the full key `key`."""
-    return reduce(getattr, key.split("."), config)
-
-
-def _check_ranges(config: JobConfig) -> None:
-    rules = [
-        (POSITIVE, lambda value: value > 0, "greater than 0"),
-        (NOT_NEGATIVE, lambda value: value >= 0, "0 or greater"),
-        (FRACTIONS, lambda value: 0 <= value <= 1, "from 0 to 1"),
-        (BELOW_ONE, lambda value: 0 <= value < 1, "at least 0 and less than 1"),
-        (PERCENTAGES, lambda value: 0 <= value < 100, "at least 0 and less than 100"),
-    ]
-    for keys, is_allowed, allowed in rules:
-        for key in keys:
-            value = value_of(config, key)
-            if value is None:
-                continue
-            if not is_allowed(value):
-                raise UserError(f"{key} is {value}; it must be {allowed}")
-            if math.isinf(value) and key not in UNLIMITED:
-                raise UserError(f"{key} is {value}; it must be finite")
-            if value > AT_MOST.get(key, math.inf):
-                raise UserError(f"{key} is {value}; it must be at most {AT_MOST[key]:,}")
-
-
-def _check_length(training: Training) -> None:
+def _check_length(training: job_config.Training) -> None:
     if (training.steps is None) == (training.total_tokens is None):
         found = "neither is set" if training.steps is None else f"they are {training.steps} and {training.total_tokens}"
         raise UserError(f"exactly one of training.steps and training.total_tokens must be set; {found}")
@@ -192,7 +70,7 @@ def _check_world_size(expected: int | None, world_size: int) -> None:
         raise UserError(f"parallelism.expected_world_size is {expected}; this run has {_processes(world_size)}")
 
 
-def _check_degrees(parallelism: Parallelism, world_size: int) -> None:
+def _check_degrees(parallelism: job_config.Parallelism, world_size: int) -> None:
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     if shard == 0 or shard < -1:
         raise UserError(
@@ -210,7 +88,7 @@ def _check_degrees(parallelism: Parallelism, world_size: int) -> None:
         )
 
 
-def _check_batch(training: Training, world_size: int) -> None:
+def _check_batch(training: job_config.Training, world_size: int) -> None:
     batch, unit = training.global_batch_size, training.local_batch_size * world_size
     if batch % unit:
         nearest = [multiple for multiple in (batch // unit * unit, (batch // unit + 1) * unit) if multiple]
@@ -229,29 +107,18 @@ def _check_lanes(lanes: int, batch: int, world_size: int) -> None:
         )
 
 
-def _check_sources(data: Data) -> None:
+def _check_sources(data: job_config.Data) -> None:
     if not data.sources:
         raise UserError("data.sources is empty; a run needs at least one [data.sources.<name>] with a path")
     for name, source in data.sources.items():
         key = f"data.sources.{name}"
         if not source.path:
             raise UserError(f"{key}.path is not set; it must be a file, a folder, a dataset or `embedded:<name>`")
-        if not 0 < source.share < math.inf:
-            raise UserError(f"{key}.share is {source.share}; it must be greater than 0 and finite")
-        if not 1 <= source.encode_batch_size <= MAX_ENCODE_BATCH_SIZE:
-            raise UserError(
-                f"{key}.encode_batch_size is {source.encode_batch_size}; it must be from 1 to {MAX_ENCODE_BATCH_SIZE:,}"
-            )
-        if source.min_chars < 0:
-            raise UserError(f"{key}.min_chars is {source.min_chars}; it must be 0 or greater")
-        if source.max_chars is not None and source.max_chars < max(1, source.min_chars):
-            raise UserError(
-                f"{key}.max_chars is {source.max_chars}; it must be greater than 0 and not less than min_chars = "
-                f"{source.min_chars}"
-            )
+        if source.max_chars is not None and source.max_chars < source.min_chars:
+            raise UserError(f"{key}.max_chars is {source.max_chars}; it must be min_chars = {source.min_chars} or more")
 
 
-def _check_packing(data: Data, training: Training) -> None:
+def _check_packing(data: job_config.Data, training: job_config.Training) -> None:
     if data.packing == "first_fit" and training.total_tokens is not None:
         raise UserError(
             f"training.total_tokens is {training.total_tokens}; with data.packing = 'first_fit', whose padding is not "
@@ -259,20 +126,15 @@ def _check_packing(data: Data, training: Training) -> None:
         )
 
 
-def _check_stages(data: Data, training: Training) -> None:
+def _check_stages(data: job_config.Data, training: job_config.Training) -> None:
     for i, stage in enumerate(data.stages):
         key = f"data.stages.{i}"
         if unknown := stage.shares.keys() - data.sources.keys():
             raise UserError(f"{key}.shares names {min(unknown)!r}; the sources are: {', '.join(data.sources)}")
-        for name, share in stage.shares.items():
-            if not 0 <= share < math.inf:
-                raise UserError(f"{key}.shares.{name} is {share}; it must be 0 or greater and finite")
         if not any(stage.shares.values()):
             raise UserError(f"{key}.shares gives no source a share; at least one must be greater than 0")
         if stage.tokens is None and stage is not data.stages[-1]:
             raise UserError(f"{key}.tokens is not set; only the last stage may leave it out")
-        if stage.tokens is not None and stage.tokens <= 0:
-            raise UserError(f"{key}.tokens is {stage.tokens}; it must be greater than 0")
     if data.stages and data.stages[-1].tokens is not None:
         found = sum(stage.tokens for stage in data.stages)
         needed = training.total_tokens or training.num_steps * training.tokens_per_step
@@ -283,7 +145,7 @@ def _check_stages(data: Data, training: Training) -> None:
             )
 
 
-def _check_loop_sampling(model: Model) -> None:
+def _check_loop_sampling(model: job_config.Model) -> None:
     if model.loop_sampling == "fixed":
         return
     if model.loop_sampling_max is None or model.loop_sampling_max < model.loop_sampling_min:
@@ -292,11 +154,9 @@ def _check_loop_sampling(model: Model) -> None:
             f"model.loop_sampling_max is {found}; with loop_sampling = {model.loop_sampling!r} it must be at least "
             f"loop_sampling_min = {model.loop_sampling_min}"
         )
-    if model.loop_sampling_mean is not None and not 1 < model.loop_sampling_mean < math.inf:
-        raise UserError(f"model.loop_sampling_mean is {model.loop_sampling_mean}; it must be above 1 and finite")
 
 
-def _check_segments(training: Training) -> None:
+def _check_segments(training: job_config.Training) -> None:
     if training.segment_loops and training.backprop_loops is not None:
         raise UserError(
             f"training.segment_loops is {training.segment_loops} and training.backprop_loops is "
@@ -304,7 +164,7 @@ def _check_segments(training: Training) -> None:
         )
 
 
-def _check_learning_rate(schedule: LRScheduler, training: Training) -> None:
+def _check_learning_rate(schedule: job_config.LRScheduler, training: job_config.Training) -> None:
     if schedule.warmup_steps is not None and schedule.warmup_tokens is not None:
         raise UserError(
             f"lr_scheduler.warmup_steps is {schedule.warmup_steps} and lr_scheduler.warmup_tokens is "
@@ -318,7 +178,7 @@ def _check_learning_rate(schedule: LRScheduler, training: Training) -> None:
         )
 
 
-def _check_token_switches(optimizer: Optimizer, training: Training) -> None:
+def _check_token_switches(optimizer: job_config.Optimizer, training: job_config.Training) -> None:
     final, switch = optimizer.final_weight_decay, optimizer.weight_decay_switch_tokens
     if (final is None) != (switch is None):
         missing = "final_weight_decay" if final is None else "weight_decay_switch_tokens"
@@ -337,7 +197,7 @@ def _check_token_switches(optimizer: Optimizer, training: Training) -> None:
         )
 
 
-def _check_activation_checkpoint(activation_checkpoint: ActivationCheckpoint) -> None:
+def _check_activation_checkpoint(activation_checkpoint: job_config.ActivationCheckpoint) -> None:
     if activation_checkpoint.mode == "selective" and activation_checkpoint.per == "loop":
         raise UserError(
             "activation_checkpoint.per is 'loop'; with mode = 'selective', which keeps results inside every visit, it "
@@ -345,7 +205,7 @@ def _check_activation_checkpoint(activation_checkpoint: ActivationCheckpoint) ->
         )
 
 
-def _check_compile(compile: Compile) -> None:
+def _check_compile(compile: job_config.Compile) -> None:
     if compile.enable and not compile.components:
         raise UserError('compile.components is empty; it must name "model", "loss" or both when compile.enable is true')
     if compile.mode != "default" and compile.backend != "inductor":
@@ -354,7 +214,7 @@ def _check_compile(compile: Compile) -> None:
         )
 
 
-def _check_checkpoint(checkpoint: Checkpoint) -> None:
+def _check_checkpoint(checkpoint: job_config.Checkpoint) -> None:
     if checkpoint.keep_latest_k == 1:
         raise UserError("checkpoint.keep_latest_k is 1; it must be 0 (keep all) or at least 2")
     if checkpoint.load_step < -1:
@@ -367,7 +227,7 @@ def _check_checkpoint(checkpoint: Checkpoint) -> None:
         raise UserError("checkpoint.last_save_in_hf is true; it needs checkpoint.enable = true, which is false")
 
 
-def _check_hub(hub: Hub, checkpoint: Checkpoint, training: Training) -> None:
+def _check_hub(hub: job_config.Hub, checkpoint: job_config.Checkpoint, training: job_config.Training) -> None:
     milestone_tags(hub.milestones, training)
     if hub.repo_id is None:
         if hub.resume:

@@ -7,7 +7,7 @@ how they are read.
 
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from difflib import SequenceMatcher
 from types import NoneType, UnionType
@@ -61,6 +61,16 @@ def keys(cls: type, prefix: str = "") -> list[str]:
         else:
             found.append(key)
     return found
+
+
+def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The full key of every value in a nested table, with the value."""
+    for name, value in table.items():
+        key = _join(prefix, name)
+        if isinstance(value, dict):
+            yield from leaves(value, key)
+        else:
+            yield key, value
 
 
 def _decode(cls: type[T], table: dict[str, Any], prefix: str, scopes: Scopes) -> T:

@@ -5,7 +5,21 @@ same. Nothing here needs torch, so a configuration is read and checked before an
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from titan_loom.config.bounds import (
+    AboveOne,
+    AboveOneOrInfinite,
+    BelowHundred,
+    BelowOne,
+    Fraction,
+    NotNegative,
+    Positive,
+    PositiveOrInfinite,
+    at_most,
+)
+
+MAX_SECONDS = at_most(10**9)  # longer ones are beyond what the libraries can wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +48,7 @@ class Model:
     tokenizer_path: str | None = None
     """Folder with `tokenizer.json`. Default: the 8,192-entry tokenizer that ships with titan_loom."""
 
-    expected_parameters: int | None = None
+    expected_parameters: Positive[int] | None = None
     """Refuse to start unless the model has exactly this many parameters (a tied head counts once)."""
 
     loop_sampling: Literal["fixed", "uniform", "poisson-lognormal"] = "fixed"
@@ -42,13 +56,13 @@ class Model:
     `uniform`: from `loop_sampling_min` to `loop_sampling_max`. `poisson-lognormal` (arXiv 2502.05171): 1 + Poisson(r),
     r log-normal with sigma 0.5 and mean `loop_sampling_mean` - 1, then cut to the same range."""
 
-    loop_sampling_min: int = 1
+    loop_sampling_min: Positive[int] = 1
     """Fewest loops drawn."""
 
-    loop_sampling_max: int | None = None
+    loop_sampling_max: Positive[int] | None = None
     """Most loops drawn; needed unless `loop_sampling` is `fixed`. Memory and time have to suffice for it."""
 
-    loop_sampling_mean: float | None = None
+    loop_sampling_mean: AboveOne[float] | None = None
     """Mean of `poisson-lognormal` before the cut, above 1. Default: `model.args.num_loops`."""
 
     args: dict[str, Any] = field(default_factory=dict)
@@ -78,20 +92,20 @@ class Source:
     """How a row becomes documents: `text` (column `text`), `repository` (`repo_path` and `files`, the layout of
     stack-v3) or `file` (`file_path` and `content`; what a folder of text files gives)."""
 
-    share: float = 1.0
+    share: Positive[float] = 1.0
     """Share of the run's supervised tokens, relative to the other shares. Exact: read as a decimal fraction."""
 
-    encode_batch_size: int = 16
+    encode_batch_size: Annotated[Positive[int], at_most(1 << 16)] = 16
     """Documents per tokenizer call. Affects speed and memory only, never the tokens."""
 
     languages: list[str] = field(default_factory=list)
     """Keep documents in these languages only, in any case of letters (`Python, rust`). For files: the column
     `language`, else the file's name; for text: the column `language`."""
 
-    min_chars: int = 0
+    min_chars: NotNegative[int] = 0
     """Drop documents with less content than this many characters."""
 
-    max_chars: int | None = None
+    max_chars: Positive[int] | None = None
     """Drop documents with more content than this many characters."""
 
     licenses: list[str] = field(default_factory=list)
@@ -104,38 +118,38 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    tokens: int | None = None
+    tokens: Positive[int] | None = None
     """Length in supervised tokens. It ends before the first sequence (or step, as `data.mix_unit`) that begins at or
     after them. Only the last may leave it out, which lasts to the end of the run."""
 
-    shares: dict[str, float] = field(default_factory=dict)
+    shares: dict[str, NotNegative[float]] = field(default_factory=dict)
     """Share of each source in place of its own; a source that is not named gives nothing. Each stage is mixed on its
     own, exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    read_timeout_seconds: float = 60.0
+    read_timeout_seconds: Annotated[Positive[float], MAX_SECONDS] = 60.0
     """Seconds that one request to the Hub (for at most 4 MiB) may take before it is given up and made again."""
 
-    failures_per_hour: int = 60
+    failures_per_hour: NotNegative[int] = 60
     """Failed requests that a process forgives each source within an hour, after which the run ends. Waiting times
     double from 1 s to 60 s, so that an outage of about an hour is survived."""
 
-    report_seconds: float = 30.0
+    report_seconds: Annotated[Positive[float], MAX_SECONDS] = 30.0
     """A read that takes longer is named in the log, and again each time that so many seconds have passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    lanes: int = 4
+    lanes: Positive[int] = 4
     """Independent token streams. A divisor of the global batch and a multiple of the data-parallel degree; part of the
     data's definition: another number of lanes is another order."""
 
-    window: int = 256
+    window: Annotated[Positive[int], at_most(1 << 20)] = 256  # rows in memory
     """Rows that are shuffled together. Larger mixes better and holds more rows in memory: per lane, source, part."""
 
-    open_parts: int = 2
+    open_parts: Positive[int] = 2
     """Parts of a source that a lane reads in turn."""
 
     mix_unit: Literal["sequence", "step"] = "sequence"
@@ -150,7 +164,7 @@ class Data:
     """Keep the documents of a sequence apart: attention, positions and n-grams stop at their ends. Batches, labels and
     token counts stay as they are. With `packing = "first_fit"` they are always apart."""
 
-    holdout_percent: float = 0.0
+    holdout_percent: BelowHundred = 0.0
     """Percentage of the documents that are never trained on, chosen by a hash of each document's key: the same ones
     whether a source is streamed or packed, whatever the seed."""
 
@@ -170,11 +184,11 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataloader:
-    num_workers: int = 0
+    num_workers: NotNegative[int] = 0
     """Processes per rank that read and tokenise. Lowered, with a log line, to a divisor of the rank's lanes. 0: in the
     training process."""
 
-    prefetch_factor: int = 2
+    prefetch_factor: Annotated[Positive[int], at_most(1 << 10)] = 2  # asked for one by one before the first comes
     """Steps that every lane of a worker reads ahead (`num_workers > 0`)."""
 
     pin_memory: bool = True
@@ -183,22 +197,22 @@ class Dataloader:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    local_batch_size: int = 8
+    local_batch_size: Positive[int] = 8
     """Sequences per device and micro-batch."""
 
-    global_batch_size: int = 8
+    global_batch_size: Annotated[Positive[int], at_most(1 << 20)] = 8  # dealt to the sources one by one
     """Sequences per optimizer step over all devices; what exceeds `local_batch_size` x devices is accumulated."""
 
-    seq_len: int = 1024
+    seq_len: Positive[int] = 1024
     """Tokens per sequence."""
 
-    steps: int | None = None
+    steps: Positive[int] | None = None
     """Optimizer steps of the run. Excludes `total_tokens`; one of the two is needed."""
 
-    total_tokens: int | None = None
+    total_tokens: Positive[int] | None = None
     """Supervised tokens of the run, met exactly: the last step is cut. Excludes `steps`."""
 
-    max_norm: float = 1.0
+    max_norm: PositiveOrInfinite[float] = 1.0
     """Global gradient norm to clip to."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -215,22 +229,22 @@ class Training:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """dtype of gradients while they are reduced."""
 
-    z_loss: float = 0.0
+    z_loss: NotNegative[float] = 0.0
     """Coefficient of mean(logsumexp(logits)^2), added to the loss."""
 
-    z_loss_until_tokens: int | None = None
+    z_loss_until_tokens: Positive[int] | None = None
     """Supervised tokens after which the z-loss coefficient is 0."""
 
-    router_z_loss: float = 0.0
+    router_z_loss: NotNegative[float] = 0.0
     """Coefficient of mean(logsumexp(router logits)^2), added to the loss (models with experts; arXiv 2202.08906)."""
 
-    loss_chunk_tokens: int = 16384
+    loss_chunk_tokens: Positive[int] = 16384
     """Tokens whose logits exist at one time."""
 
-    backprop_loops: int | None = None
+    backprop_loops: Positive[int] | None = None
     """Differentiate the last this many loops only; what runs before them keeps no activations. Default: all."""
 
-    segment_loops: int = 0
+    segment_loops: NotNegative[int] = 0
     """Train the loops in segments of this many (the last may be shorter), each with a loss, a backward pass and an
     optimizer step of its own, on from the detached state that the one before left: memory is that of one segment, for
     any number of loops. 0: one backward pass through all. Excludes `backprop_loops`."""
@@ -239,7 +253,7 @@ class Training:
     """Accept that `backprop_loops` leaves the layers before the loop without any gradient, for the whole run. They get
     none, rather than zeros: no optimizer moves or decays them."""
 
-    gc_freq: int = 50
+    gc_freq: Positive[int] = 50
     """Steps between garbage collections (automatic ones are off: ranks must not pause at different moments)."""
 
     dataloader: Dataloader = field(default_factory=Dataloader)
@@ -260,16 +274,16 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class MuonGroup:
-    lr: float = 0.02
+    lr: NotNegative[float] = 0.02
     """Peak learning rate of the blocks' matrices."""
 
-    weight_decay: float | None = None
+    weight_decay: NotNegative[float] | None = None
     """Decoupled weight decay. Default: `[optimizer] weight_decay`."""
 
-    momentum: float = 0.95
+    momentum: BelowOne = 0.95
     """Nesterov momentum."""
 
-    ns_steps: int = 5
+    ns_steps: Positive[int] = 5
     """Newton-Schulz iterations."""
 
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -284,28 +298,28 @@ class MuonGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingsGroup:
-    lr: float = 0.002
+    lr: NotNegative[float] = 0.002
     """Peak learning rate of the embedding (and of an untied head)."""
 
-    weight_decay: float | None = None
+    weight_decay: NotNegative[float] | None = None
     """Decoupled weight decay. Default: `[optimizer] weight_decay`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramGroup:
-    lr: float = 0.001
+    lr: NotNegative[float] = 0.001
     """Peak learning rate of the n-gram memory."""
 
-    weight_decay: float | None = None
+    weight_decay: NotNegative[float] | None = None
     """Decoupled weight decay, never on `injection_scales`. Default: `[optimizer] weight_decay`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlsGroup:
-    lr: float = 0.002
+    lr: NotNegative[float] = 0.002
     """Peak learning rate of everything with at most one dimension: norms, gates, scales."""
 
-    weight_decay: float = 0.0
+    weight_decay: NotNegative[float] = 0.0
     """Decoupled weight decay."""
 
 
@@ -314,25 +328,25 @@ class Optimizer:
     name: Literal["Muon", "AdamW"] = "Muon"
     """Optimizer of the blocks' matrices. The other groups use AdamW either way."""
 
-    lr: float = 8e-4
+    lr: NotNegative[float] = 8e-4
     """Peak learning rate of the blocks' matrices when `name = "AdamW"`; `[optimizer.muon]` holds Muon's."""
 
-    beta1: float = 0.9
+    beta1: BelowOne = 0.9
     """AdamW's decay of the first moment."""
 
-    beta2: float = 0.95
+    beta2: BelowOne = 0.95
     """AdamW's decay of the second moment."""
 
-    eps: float = 1e-8
+    eps: Positive[float] = 1e-8
     """AdamW's epsilon."""
 
-    weight_decay: float = 0.1
+    weight_decay: NotNegative[float] = 0.1
     """Decoupled weight decay of every group that does not set its own."""
 
-    final_weight_decay: float | None = None
+    final_weight_decay: NotNegative[float] | None = None
     """Weight decay once `weight_decay_switch_tokens` have been seen; groups with their own are scaled alike."""
 
-    weight_decay_switch_tokens: int | None = None
+    weight_decay_switch_tokens: Positive[int] | None = None
     """Supervised tokens seen before the first step that uses `final_weight_decay`."""
 
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
@@ -346,23 +360,23 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
-    warmup_steps: int | None = None
+    warmup_steps: NotNegative[int] | None = None
     """Steps of linear warm-up, the first at 1 / warmup_steps. Excludes `warmup_tokens`. Default: 0. A shorter run
     cuts it to its length."""
 
-    warmup_tokens: int | None = None
+    warmup_tokens: NotNegative[int] | None = None
     """Warm-up in supervised tokens, rounded up to steps. Excludes `warmup_steps`."""
 
-    total_steps: int | None = None
+    total_steps: Positive[int] | None = None
     """Length of the schedule. Default: the length of the run. Set it when a run will be extended."""
 
-    decay_ratio: float = 0.15
+    decay_ratio: Fraction = 0.15
     """Fraction of the steps, at the end, in which the rate decays."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     """Shape of the decay."""
 
-    min_lr_factor: float = 0.0
+    min_lr_factor: Fraction = 0.0
     """Fraction of the peak rate where the decay ends."""
 
     decay_end: Literal["after_last_step", "last_step"] = "after_last_step"
@@ -371,7 +385,7 @@ class LRScheduler:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    data_parallel_replicate_degree: int = 1
+    data_parallel_replicate_degree: Positive[int] = 1
     """Copies of the parameters. With `data_parallel_shard_degree` = 1 this is DDP, with more it is HSDP."""
 
     data_parallel_shard_degree: int = -1
@@ -386,7 +400,7 @@ class Parallelism:
     """What of the looped stack is communicated together: each `block` (large ones overlap with computation), or the
     whole `stack` (fewer messages). `auto`: the stack while it takes at most 64 MiB."""
 
-    expected_world_size: int | None = None
+    expected_world_size: Positive[int] | None = None
     """Refuse to start with any other number of processes."""
 
 
@@ -444,10 +458,10 @@ class Checkpoint:
     folder: str = "checkpoint"
     """Folder of the checkpoints inside `[job] dump_folder`."""
 
-    interval: int = 500
+    interval: Positive[int] = 500
     """Steps between checkpoints."""
 
-    keep_latest_k: int = 10
+    keep_latest_k: NotNegative[int] = 10
     """Complete checkpoints to keep; 0 keeps all, else at least 2."""
 
     load_step: int = -1
@@ -494,10 +508,10 @@ class Hub:
     overwrite: bool = False
     """Replace what another run has pushed to `repo_id`."""
 
-    flush_seconds: float = 600.0
+    flush_seconds: Annotated[NotNegative[float], MAX_SECONDS] = 600.0
     """How long the end of the run waits for what is not pushed yet. The next start pushes the rest."""
 
-    timeout_seconds: float = 60.0
+    timeout_seconds: Annotated[Positive[float], MAX_SECONDS] = 60.0
     """Silence of the Hub after which a request has failed. It is tried again while the run goes on."""
 
 
@@ -513,25 +527,25 @@ class Guard:
     optimizers go back to the last regular checkpoint, the run goes on with the next step and its data (without a
     checkpoint: `skip`). `abort`: the run ends, saving nothing."""
 
-    max_consecutive_skips: int = 10
+    max_consecutive_skips: NotNegative[int] = 10
     """Steps in a row that may be skipped or rolled back; one more ends the run."""
 
-    delta_warmup_steps: int = 0
+    delta_warmup_steps: NotNegative[int] = 0
     """First steps that are not tested for `delta`."""
 
-    ema_decay: float = 0.9
+    ema_decay: BelowOne = 0.9
     """Decay of the average of the accepted losses."""
 
-    delta: float = 0.18
+    delta: PositiveOrInfinite[float] = 0.18
     """A loss this far above the average is a spike, if it is `relative_delta` above it, too."""
 
-    relative_delta: float = 0.06
+    relative_delta: PositiveOrInfinite[float] = 0.06
     """As a fraction of the average."""
 
-    max_delta: float = 1.5
+    max_delta: PositiveOrInfinite[float] = 1.5
     """A loss this far above the average is a spike, also in the warm-up."""
 
-    max_ratio: float = 1.09
+    max_ratio: AboveOneOrInfinite[float] = 1.09
     """A loss this many times the average is a spike, also in the warm-up."""
 
 
@@ -540,13 +554,13 @@ class Validation:
     enable: bool = False
     """Evaluate documents that training never reads, at the end of the run and on the way; always the same rows."""
 
-    freq: int = 500
+    freq: Positive[int] = 500
     """Steps between evaluations."""
 
-    steps: int = 8
+    steps: Positive[int] = 8
     """Micro-batches that are evaluated, over all ranks."""
 
-    local_batch_size: int = 8
+    local_batch_size: Positive[int] = 8
     """Sequences of a micro-batch."""
 
     path: str | None = None
@@ -563,7 +577,7 @@ class Diagnostics:
     """Write to `metrics.jsonl` what the loops do to the stream and which experts they use, as `loop/...` and
     `expert/...`, from a pass of its own over the step's first micro-batch. Other steps cost nothing."""
 
-    interval: int = 100
+    interval: Positive[int] = 100
     """Steps between two of them."""
 
     gradients: bool = False
@@ -572,7 +586,7 @@ class Diagnostics:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    log_freq: int = 10
+    log_freq: Positive[int] = 10
     """Steps between log lines; the window that a line averages over."""
 
     enable_tensorboard: bool = False
@@ -591,10 +605,10 @@ class Comm:
     """`fake`: nothing is trained. This process takes rank 0's step among `NGPU` x `NNODES` processes on tensors without
     memory, and prints the bytes that a rank holds and communicates. Neither data nor a tokenizer is read."""
 
-    init_timeout_seconds: int = 300
+    init_timeout_seconds: Annotated[Positive[int], MAX_SECONDS] = 300
     """Timeout of collectives until the first step is done."""
 
-    train_timeout_seconds: int = 100
+    train_timeout_seconds: Annotated[Positive[int], MAX_SECONDS] = 100
     """Timeout of collectives afterwards (CUDA)."""
 
 
@@ -609,7 +623,7 @@ class Debug:
     hash_batches: bool = False
     """Write `batch_sha256`, a hash of each step's whole global batch, to `metrics.jsonl`."""
 
-    sample_tokens: int = 0
+    sample_tokens: NotNegative[int] = 0
     """Tokens of a document that the finished run writes to the log, always the most likely one; 0: none."""
 
 

@@ -7,16 +7,15 @@ imports torch: a wrong key is reported at once.
 import contextlib
 import sys
 import tomllib
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from titan_loom.config.decoding import Text, decode, override
+from titan_loom.config.decoding import Text, decode, leaves, override
 from titan_loom.config.job_config import JobConfig, Source, Stage
 from titan_loom.errors import UserError
 
-__all__ = ["decode", "load_config", "override", "print_help", "to_toml", "without_none"]
+__all__ = ["decode", "leaves", "load_config", "override", "print_help", "to_toml", "without_none"]
 
 HELP = {"-h", "--help"}
 EXCLUSIVE = [
@@ -113,21 +112,13 @@ def _parse_words(argv: list[str]) -> list[dict[str, Any]]:
 
 def _replace_exclusive(overrides: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Unset the key that an override excludes, unless it is given itself."""
-    given = {key.replace("-", "_") for table in overrides for key, value in _leaves(table) if value != "none"}
+    given = {key.replace("-", "_") for table in overrides for key, value in leaves(table) if value != "none"}
     unset = []
     for pair in EXCLUSIVE:
         if len(excluded := set(pair) - given) == 1:
             section, key = excluded.pop().split(".")
             unset.append({Text(section): {Text(key): Text("none")}})
     return unset + overrides
-
-
-def _leaves(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(table, dict):
-        yield prefix, table
-        return
-    for name, inner in table.items():
-        yield from _leaves(inner, f"{prefix}.{name}" if prefix else name)
 
 
 def _override_all(config: JobConfig, overrides: list[dict[str, Any]]) -> JobConfig:
@@ -145,17 +136,8 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise UserError(f"job.config_file is {path!r}, which is not valid TOML: {error}") from None
 
 
-def without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """The nested table without the keys that are None, which neither TOML nor `decode` has."""
-    return {
-        key: without_none(value) if isinstance(value, dict) else _each_without_none(value)
-        for key, value in table.items()
-        if value is not None
-    }
-
-
-def _each_without_none(value: Any) -> Any:
-    """A list of tables is a value too."""
-    if isinstance(value, list):
-        return [without_none(item) if isinstance(item, dict) else item for item in value]
-    return value
+def without_none(value: Any) -> Any:
+    """Nested tables and lists without the keys that are None, which neither TOML nor `decode` has."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value

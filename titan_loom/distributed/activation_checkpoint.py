@@ -49,7 +49,7 @@ def apply_activation_checkpoint(model: nn.Module, config: job_config.ActivationC
     wrap = _selective if config.mode == "selective" else _full
     in_loops: tuple[int, ...] = ()
     if config.per == "loop":
-        in_loops = model.loop_layers
+        in_loops = model.args.loop_layers
         if not in_loops:
             raise UserError("activation_checkpoint.per is 'loop'; with model.args.schedule it must be 'visit'")
         model.run_loop = _full_in_whole(model.run_loop)

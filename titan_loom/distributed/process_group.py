@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_loom.config.decoding import leaves
 from titan_loom.config.job_config import Comm
 from titan_loom.errors import RunError, UserError
 
@@ -67,7 +67,7 @@ def sum_in_rank_order(values: Tensor) -> Tensor:
 
 def check_same_on_all_ranks(config: dict[str, Any]) -> None:
     """Raises UserError on every rank when a key of the nested table `config` has another value on another rank."""
-    mine, *others = (dict(_leaves(table)) for table in _gather(config))
+    mine, *others = (dict(leaves(table)) for table in gather_objects(config))
     for rank, theirs in enumerate(others, start=1):
         for key in mine | theirs:
             if mine.get(key) != theirs.get(key):
@@ -77,27 +77,20 @@ def check_same_on_all_ranks(config: dict[str, Any]) -> None:
                 )
 
 
-def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def ranks_where(condition: bool) -> list[int]:
     """The ranks on which `condition` holds."""
-    return [rank for rank, holds in enumerate(_gather(condition)) if holds]
+    return [rank for rank, holds in enumerate(gather_objects(condition)) if holds]
 
 
 def first_error(error: Exception | None) -> Exception:
     """What to raise on every rank when at least one has an error: its own here, elsewhere the first rank's."""
     portable = error if isinstance(error, UserError | RunError) else error and RuntimeError(repr(error))
-    errors = _gather(portable)
+    errors = gather_objects(portable)
     return error or next(error for error in errors if error is not None)
 
 
-def _gather(value):
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's `value`, plain data, on every rank."""
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -110,7 +110,7 @@ def plan_units(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
 ) -> Units:
-    """The units of `model` (with `blocks`, `loop_layers` and `looped_layers`), not wrapped yet, over `mesh`.
+    """The units of `model` (with `blocks` and `args`), not wrapped yet, over `mesh`.
 
     Raises:
         UserError: the loop is to be one unit, but the model's schedule is a list without one.
@@ -121,22 +121,23 @@ def plan_units(
     def numel(module: nn.Module) -> int:
         return sum(_padded_numel(parameter, shard) for parameter in module.parameters())
 
+    loop, looped = model.args.loop_layers, model.args.looped_layers
     of_layer = [numel(block) for block in model.blocks]
     is_stack = config.fsdp_loop_unit == "stack"
-    if is_stack and not model.loop_layers:
+    if is_stack and not loop:
         raise UserError("parallelism.fsdp_loop_unit is 'stack'; with model.args.schedule it must be 'auto' or 'block'")
-    if config.fsdp_loop_unit == "auto" and set(model.loop_layers) & set(model.looped_layers):
-        is_stack = sum(of_layer[layer] for layer in model.loop_layers) * param_dtype.itemsize <= STACK_BYTES
+    if config.fsdp_loop_unit == "auto" and set(loop) & set(looped):
+        is_stack = sum(of_layer[layer] for layer in loop) * param_dtype.itemsize <= STACK_BYTES
     layers = [(layer,) for layer in range(len(of_layer))]
     if is_stack:
-        layers[model.loop_layers[0] : model.loop_layers[-1] + 1] = [tuple(model.loop_layers)]
+        layers[loop[0] : loop[-1] + 1] = [loop]
     total = numel(model)
     return Units(
         of_blocks=[
             Unit(
                 layers=unit,
                 numel=sum(of_layer[layer] for layer in unit),
-                is_looped=not set(unit).isdisjoint(model.looped_layers),
+                is_looped=not set(unit).isdisjoint(looped),
             )
             for unit in layers
         ],

@@ -6,6 +6,7 @@ A family is a package with `FLAVORS`, a table of named arguments. The arguments 
 from typing import TYPE_CHECKING
 
 from titan_loom.config import job_config
+from titan_loom.config.decoding import override
 from titan_loom.errors import UserError
 from titan_loom.models import loom, nanocoder
 from titan_loom.models.loom.args import LoomArgs
@@ -25,9 +26,6 @@ def model_args(config: job_config.Model) -> ModelArgs:
     Raises:
         UserError: for an unknown family, flavor or argument, and for arguments that describe no model.
     """
-    # The decoder is imported late, so that the families stay importable from the configuration package.
-    from titan_loom.config.loading import override
-
     flavors = _choose("model.name", config.name, FAMILIES)
     flavor = _choose("model.flavor", config.flavor, flavors)
     return override(flavor, config.args, prefix="model.args")

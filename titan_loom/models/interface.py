@@ -9,7 +9,7 @@ from __future__ import annotations  # a configuration is checked without loading
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 class Segment(NamedTuple):
@@ -51,3 +51,8 @@ class Observer(Protocol):
 
     def routing(self, loop: int, layer: int, selected: Tensor) -> None:
         """selected: (tokens, k) int64, the routed experts that each token was sent to."""
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Elements of the module's parameters, shared ones once, sharded ones in full."""
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -71,21 +71,15 @@ def plan_groups(model_groups: dict[str, NamedParameters], config: job_config.Opt
     return groups
 
 
-def build_optimizers(model_groups: dict[str, NamedParameters], config: job_config.Optimizer) -> "Optimizers":
-    """The optimizers of `[optimizer]` for a model's groups, whose parameters may be sharded (DTensor)."""
-    return Optimizers(plan_groups(model_groups, config), config)
-
-
 class Optimizers:
-    """Steps all optimizers together.
+    """The optimizers of `[optimizer]`, which step together.
 
     Args:
-        groups: disjoint groups of parameters.
-        config: `[optimizer]`.
+        model_groups: a model's groups, whose parameters may be sharded (DTensor).
     """
 
-    def __init__(self, groups: list[Group], config: job_config.Optimizer):
-        self._groups = groups
+    def __init__(self, model_groups: dict[str, NamedParameters], config: job_config.Optimizer):
+        self._groups = groups = plan_groups(model_groups, config)
         self._weight_decay = config.weight_decay
         self._optimizers: list[torch.optim.Optimizer] = []
         if muon := _parameter_groups(groups, "Muon"):

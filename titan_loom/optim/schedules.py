@@ -5,48 +5,8 @@ Pure functions of the step or of the tokens, both counted from 0 and before the 
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from titan_loom.config import job_config
-
-DecayType = Literal["linear", "sqrt", "cosine"]
-
-
-def learning_rate_factor(
-    step: int,
-    *,
-    warmup_steps: int,
-    decay_start: int,
-    total_steps: int,
-    decay_type: DecayType,
-    min_lr_factor: float,
-    decay_end: Literal["after_last_step", "last_step"],
-) -> float:
-    """Fraction of the peak learning rate in `step`, the first being 0.
-
-    It is (step + 1) / warmup_steps, then 1, then decays by (step - decay_start) / (total_steps - decay_start), so that
-    `min_lr_factor` is reached after the last step. With `decay_end = "last_step"` it is a step further, and the last
-    step has `min_lr_factor`. Steps beyond `total_steps` stay there.
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if step < decay_start:
-        return 1.0
-    if step >= total_steps:
-        return min_lr_factor
-    done = step - decay_start + (decay_end == "last_step")
-    return min_lr_factor + (1 - min_lr_factor) * _remaining(done / (total_steps - decay_start), decay_type)
-
-
-def _remaining(progress: float, decay_type: DecayType) -> float:
-    """What is left of a decay from 1 to 0 after `progress`, from 0 to 1, of its steps."""
-    match decay_type:
-        case "linear":
-            return 1 - progress
-        case "sqrt":
-            return 1 - math.sqrt(progress)
-        case "cosine":
-            return (1 + math.cos(math.pi * progress)) / 2
 
 
 class Schedule:
@@ -64,16 +24,31 @@ class Schedule:
         self.decay_start = max(self.warmup_steps, self.total_steps - round(self.total_steps * config.decay_ratio))
 
     def lr_factor(self, step: int) -> float:
-        """Fraction of every group's peak learning rate in `step`, counted from 0."""
-        return learning_rate_factor(
-            step,
-            warmup_steps=self.warmup_steps,
-            decay_start=self.decay_start,
-            total_steps=self.total_steps,
-            decay_type=self.config.decay_type,
-            min_lr_factor=self.config.min_lr_factor,
-            decay_end=self.config.decay_end,
-        )
+        """Fraction of every group's peak learning rate in `step`, the first being 0.
+
+        It is (step + 1) / warmup_steps, then 1, then decays by (step - decay_start) / (total_steps - decay_start), so
+        that `min_lr_factor` is reached after the last step. With `decay_end = "last_step"` it is a step further, and
+        the last step has `min_lr_factor`. Steps beyond `total_steps` stay there.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if step < self.decay_start:
+            return 1.0
+        floor = self.config.min_lr_factor
+        if step >= self.total_steps:
+            return floor
+        done = step - self.decay_start + (self.config.decay_end == "last_step")
+        return floor + (1 - floor) * self._remaining(done / (self.total_steps - self.decay_start))
+
+    def _remaining(self, progress: float) -> float:
+        """What is left of a decay from 1 to 0 after `progress`, from 0 to 1, of its steps."""
+        match self.config.decay_type:
+            case "linear":
+                return 1 - progress
+            case "sqrt":
+                return 1 - math.sqrt(progress)
+            case "cosine":
+                return (1 + math.cos(math.pi * progress)) / 2
 
     def describe(self) -> str:
         """The schedule in one line, for the log."""

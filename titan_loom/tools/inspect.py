@@ -1,12 +1,13 @@
 """What a configuration trains: parameters, layers, visits, optimizer groups, FLOPs. Allocates nothing."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_loom.config.job_config import JobConfig
@@ -66,13 +67,17 @@ def check_fits(model: nn.Module, device: torch.device) -> None:
     Raises:
         UserError: with the number of parameters and both sizes.
     """
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    needed, total = sum(tensor.nbytes for tensor in local) / 2**30, total_memory(device) / 2**30
+    needed, total = local_bytes(model.parameters()) / 2**30, total_memory(device) / 2**30
     if needed > total:
         raise UserError(
             f"[model] describes {model.parameter_parts()['total']:,} parameters, {needed:,.1f} GiB in each process; "
             f"this device has {total:,.1f} GiB: choose a smaller model.flavor or model.args"
         )
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of what this process holds of `tensors`, which may be sharded (DTensor)."""
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def main(config: JobConfig, as_json: bool) -> None:

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titan_loom.data.lanes import IGNORED_LABEL
 from titan_loom.data.loader import Batch, Fetch, LaneLoader, batch_digests, combine_digests
-from titan_loom.distributed.process_group import first_error, ranks_where, sum_over_ranks
+from titan_loom.distributed.process_group import first_error, gather_objects, ranks_where, sum_over_ranks
 from titan_loom.errors import Interrupted
 from titan_loom.models.layers.document_mask import Documents, documents_at, positions_by_eos
 from titan_loom.tools.logging import logger
@@ -33,10 +32,10 @@ class MicroBatch:
     """What the last segment of loops left for the next one."""
 
     def source_sums(self, values: Tensor, num_sources: int) -> Tensor:
-        """Sums over the tokens of each source, (num_sources,), of `values`: (rows * seq,), 0 where ignored."""
+        """Sums over the tokens of each source, (num_sources,), of `values`: (rows, seq), 0 where ignored."""
         sums = torch.zeros(num_sources, device=values.device)
         # Rows without a source have no supervised token and add zero to whichever entry they meet.
-        return sums.index_add_(0, self.sources.clamp(min=0), values.view_as(self.labels).sum(1))
+        return sums.index_add_(0, self.sources.clamp(min=0), values.sum(1))
 
 
 def next_batch(loader: LaneLoader, step: int, stop: StopRequest, report_seconds: float) -> Batch:
@@ -83,6 +82,4 @@ def supervised_tokens(batch: Batch, num_sources: int) -> list[int]:
 
 def global_sha256(batch: Batch) -> str:
     """One hash of the whole global batch, of which `batch` is this rank's part."""
-    digests: list[list[bytes]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(digests, batch_digests(batch))
-    return combine_digests([digest for rank in digests for digest in rank])
+    return combine_digests([digest for of_rank in gather_objects(batch_digests(batch)) for digest in of_rank])

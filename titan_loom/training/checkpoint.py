@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_loom.config import job_config
-from titan_loom.distributed.process_group import from_rank0
+from titan_loom.distributed.process_group import from_rank0, gather_objects
 from titan_loom.errors import RunError
 from titan_loom.optim.optimizers import Optimizers
 from titan_loom.tools.logging import logger
@@ -54,7 +54,7 @@ class CheckpointManager:
             from_rank0(make_empty, aside)
             writer = TensorWriter(aside)
             dcp.save(self._tensors(), storage_writer=writer)
-            files = {name: file for files in _gather(writer.checksums) for name, file in files.items()}
+            files = {name: file for files in gather_objects(writer.checksums) for name, file in files.items()}
             from_rank0(finish, aside, path, state | {"files": files})
         except (CheckpointException, OSError) as error:  # CheckpointException is not an Exception
             if dist.get_rank() == 0:
@@ -69,7 +69,7 @@ class CheckpointManager:
         Raises:
             UserError: on every rank, when a file is not what was written, or is no checkpoint of tensors.
         """
-        if damage := next(filter(None, _gather(_damage(start))), None):
+        if damage := next(filter(None, gather_objects(_damage(start))), None):
             raise checkpoint_files.damaged(start.path, damage, start.way_on)
         reader = TensorReader(start.path)
         tensors = self._model_tensors()
@@ -140,10 +140,3 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error, _ = error.failures[min(error.failures)]
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _gather(value: Any) -> list[Any]:
-    """Every rank's `value`, on every rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from titan_loom.data.lanes import IGNORED_LABEL
 from titan_loom.distributed.data_parallel import DataParallel
 from titan_loom.training.batches import MicroBatch
-from titan_loom.training.loss import Chunk, chunked_cross_entropy
+from titan_loom.training.loss import Loss
 
 
 def diagnose(
@@ -18,9 +18,7 @@ def diagnose(
     data_parallel: DataParallel,
     micro_batch: MicroBatch,
     num_loops: int | None,
-    *,
-    chunk_tokens: int,
-    chunk: Chunk,
+    loss: Loss,
 ) -> dict[str, Tensor]:
     """Statistics of the forward pass of `micro_batch`, by name; called by all ranks together.
 
@@ -37,15 +35,8 @@ def diagnose(
             micro_batch.inputs, num_loops, documents=micro_batch.documents, every_loop=True, observer=observer
         )
         for loop, hidden in enumerate(output.readouts, start=1):
-            losses = chunked_cross_entropy(
-                hidden.flatten(0, 1),
-                model.head_weight,
-                micro_batch.labels.flatten(),
-                z_coefficient=torch.zeros((), device=hidden.device),
-                chunk_tokens=chunk_tokens,
-                chunk=chunk,
-            )
-            observer.values[f"loop/{loop}/loss"] = losses.ce.sum() / counted.sum()
+            ce = loss(hidden, model.head_weight, micro_batch.labels).ce
+            observer.values[f"loop/{loop}/loss"] = ce.sum() / counted.sum()
         if output.expert_load is not None:
             num_experts = output.expert_load.shape[1]
             observer.values |= expert_statistics(observer.selected, counted.flatten(), num_experts)

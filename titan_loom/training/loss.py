@@ -19,13 +19,15 @@ class Losses(NamedTuple):
     """Sum over the supervised tokens of ce + z_coefficient * z, not divided: 0-dim fp32, differentiable."""
 
     ce: Tensor
-    """Cross-entropy of each token, 0 where ignored: (tokens,) fp32, detached."""
+    """Cross-entropy of each token, 0 where ignored: (...) fp32, detached."""
 
     z: Tensor
-    """logsumexp(logits)^2 of each token, 0 where ignored: (tokens,) fp32, detached."""
+    """logsumexp(logits)^2 of each token, 0 where ignored: (...) fp32, detached."""
 
 
 Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
+Loss = Callable[..., Losses]
+"""`chunked_cross_entropy` with its chunks chosen: takes hidden, head_weight, labels and, if any, z_coefficient."""
 
 
 def chunked_cross_entropy(
@@ -33,7 +35,7 @@ def chunked_cross_entropy(
     head_weight: Tensor,
     labels: Tensor,
     *,
-    z_coefficient: Tensor,
+    z_coefficient: Tensor | None = None,
     chunk_tokens: int,
     chunk: Chunk | None = None,
 ) -> Losses:
@@ -42,20 +44,27 @@ def chunked_cross_entropy(
     Matrix products run in hidden's dtype, softmax in fp32, and the head's gradient is summed over chunks in fp32.
 
     Args:
-        hidden: (tokens, dim), floating.
+        hidden: (..., dim), floating.
         head_weight: (vocab, dim), floating.
-        labels: (tokens,) int64, `IGNORED_LABEL` for tokens that count nowhere.
-        z_coefficient: 0-dim; a tensor, so that a change does not recompile.
+        labels: (...) int64, `IGNORED_LABEL` for tokens that count nowhere.
+        z_coefficient: 0-dim; a tensor, so that a change does not recompile. Default: 0.
         chunk_tokens: tokens whose logits exist at one time.
         chunk: `chunk_losses`, or what a compiler made of it.
     """
     # Inside a Function gradients are always off, so it has to be told whether anyone wants them.
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-    return Losses(
-        *_ChunkedCrossEntropy.apply(
-            hidden, head_weight, labels, z_coefficient, chunk_tokens, chunk or chunk_losses, needs_gradient
-        )
+    if z_coefficient is None:
+        z_coefficient = torch.zeros((), device=hidden.device)
+    loss_sum, ce, z = _ChunkedCrossEntropy.apply(
+        hidden.flatten(0, -2),
+        head_weight,
+        labels.flatten(),
+        z_coefficient,
+        chunk_tokens,
+        chunk or chunk_losses,
+        needs_gradient,
     )
+    return Losses(loss_sum, ce.view_as(labels), z.view_as(labels))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -21,7 +21,7 @@ from titan_loom.distributed.process_group import from_rank0
 from titan_loom.errors import UserError
 from titan_loom.tools.logging import logger
 from titan_loom.training.batches import MicroBatch, micro_batches
-from titan_loom.training.loss import Chunk, chunked_cross_entropy
+from titan_loom.training.loss import Loss
 
 
 class Validator:
@@ -44,12 +44,11 @@ class Validator:
         seq_len: int,
         listing: dict[str, Parts],
         device: torch.device,
-        chunk_tokens: int,
-        chunk: Chunk,
+        loss: Loss,
     ):
         batch = from_rank0(read_rows, config, data, tokenizer, seed, seq_len, listing)
         self.num_tokens = int((batch.labels != IGNORED_LABEL).sum())
-        self._config, self._device, self._chunk_tokens, self._chunk = config, device, chunk_tokens, chunk
+        self._config, self._device, self._loss = config, device, loss
         self._document_eos = tokenizer.eos_id if data.isolates_documents else None
         self._batch = _share(batch, config)
         logger.info(
@@ -73,18 +72,8 @@ class Validator:
     def _row_sums(self, model: nn.Module, part: MicroBatch) -> Tensor:
         """(loops, rows) fp64: sums of the cross-entropy."""
         readouts = model(part.inputs, documents=part.documents, every_loop=True).readouts
-        return torch.stack([self._cross_entropy(hidden, model.head_weight, part.labels) for hidden in readouts])
-
-    def _cross_entropy(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
-        losses = chunked_cross_entropy(
-            hidden.flatten(0, 1),
-            head_weight,
-            labels.flatten(),
-            z_coefficient=torch.zeros((), device=self._device),
-            chunk_tokens=self._chunk_tokens,
-            chunk=self._chunk,
-        )
-        return losses.ce.view_as(labels).double().sum(1)
+        losses = (self._loss(hidden, model.head_weight, part.labels) for hidden in readouts)
+        return torch.stack([of_loop.ce.double().sum(1) for of_loop in losses])
 
 
 def list_validation(

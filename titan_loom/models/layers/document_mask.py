@@ -27,11 +27,6 @@ class Documents(NamedTuple):
     """(batch, seq) bool: True where there is no token of any document, only filling; None: nowhere."""
 
 
-def documents_of(tokens: Tensor, eos_id: int) -> Documents:
-    """The documents of `tokens`, (batch, seq) int64: `eos_id` ends a document and belongs to it."""
-    return documents_at(positions_by_eos(tokens, eos_id))
-
-
 def documents_at(positions: Tensor, padding: Tensor | None = None) -> Documents:
     """The documents of tokens at `positions`, (batch, seq) int64, in them."""
     return Documents(positions, block_mask(positions) if positions.is_cuda else None, padding)

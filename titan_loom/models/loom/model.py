@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_loom.models.interface import LoopOutput, Observer, Segment
+from titan_loom.models.interface import LoopOutput, Observer, Segment, count_parameters
 from titan_loom.models.layers.document_mask import Documents
 from titan_loom.models.layers.embedding import Embedding
 from titan_loom.models.layers.mixture_of_experts import MixtureOfExperts
@@ -178,16 +178,6 @@ class Loom(nn.Module):
         """The head's matrix, (vocab, dim)."""
         return self.head.weight
 
-    @property
-    def looped_layers(self) -> tuple[int, ...]:
-        """Layers that training visits more than once."""
-        return self.args.looped_layers
-
-    @property
-    def loop_layers(self) -> tuple[int, ...]:
-        """The looped stack, in the order in which it runs."""
-        return self.args.loop_layers
-
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., vocab), in hidden's dtype, of `hidden`: (..., dim)."""
         return self.head(hidden)
@@ -223,7 +213,7 @@ class Loom(nn.Module):
     def parameter_parts(self) -> dict[str, int]:
         """Parameters by part. `active`: of the blocks and routers, those that a token meets in one loop."""
         args = self.args
-        parts = {name: _count(getattr(self, name)) for name in ("embedding", "head", "blocks", "routers")}
+        parts = {name: count_parameters(getattr(self, name)) for name in ("embedding", "head", "blocks", "routers")}
         experts = sum(block.experts.gate_up.numel() + block.experts.down.numel() for block in self.blocks)
         idle = experts // args.num_experts * (args.num_experts - args.top_k)
         active = parts["blocks"] - idle + parts["routers"] // args.num_routers
@@ -355,8 +345,3 @@ def _differentiable(state: LoopState, *, keep_z: bool) -> LoopState:
         return t.detach().requires_grad_(torch.is_grad_enabled())
 
     return LoopState(state.z if keep_z else leaf(state.z), leaf(state.n_h), tuple(map(leaf, state.kv)))
-
-
-def _count(module: nn.Module) -> int:
-    """Elements of the module's parameters, sharded ones in full."""
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,14 +1,14 @@
 """What describes a NanoCoder: its sizes and its schedule, the order in which layers run. No torch here.
 
-A *layer* is physical, a *loop* is a pass over the looped stack, a *visit* is one execution of a layer. The schedule is
-data: `prelude`, `loop`, `coda` and `num_loops` spell the usual shape, and `schedule` takes any other.
+The schedule is data: `prelude`, `loop`, `coda` and `num_loops` spell the usual shape, and `schedule` takes any other.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from titan_loom.config.bounds import NotNegative, Positive
 from titan_loom.errors import UserError
-from titan_loom.models.schedule import Stage
+from titan_loom.models.schedule import LoopedArgs, Stage
 
 if TYPE_CHECKING:
     from titan_loom.models.nanocoder.model import NanoCoder
@@ -19,35 +19,35 @@ Visits = tuple[tuple[int, int | None], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NanoCoderArgs:
-    vocab_size: int = 8192
+class NanoCoderArgs(LoopedArgs):
+    vocab_size: Positive[int] = 8192
     """Entries of the tokenizer; rows of the embedding, which is the head too."""
 
-    dim: int
+    dim: Positive[int]
     """Width of the residual stream."""
 
-    num_heads: int
+    num_heads: Positive[int]
     """Query heads."""
 
-    num_kv_heads: int
+    num_kv_heads: Positive[int]
     """Key and value heads; a divisor of `num_heads`."""
 
-    head_dim: int
+    head_dim: Positive[int]
     """Width of a head (even: RoPE turns pairs)."""
 
-    ffn_dim: int
+    ffn_dim: Positive[int]
     """Width inside the SwiGLU."""
 
-    prelude: int
+    prelude: NotNegative[int]
     """Layers that run once, before the looped stack."""
 
-    loop: int
+    loop: Positive[int]
     """Layers of the looped stack."""
 
-    coda: int
+    coda: NotNegative[int]
     """Layers that run once, after the looped stack."""
 
-    num_loops: int
+    num_loops: Positive[int]
     """Passes over the looped stack in training. Also the number of injection scales; evaluation may use another."""
 
     schedule: tuple[int, ...] | None = None
@@ -60,55 +60,42 @@ class NanoCoderArgs:
     refresh: Literal["scalar", "gated"] = "scalar"
     """How a layer takes in the token embedding again: times a learned number, or through a gated causal convolution."""
 
-    ngram_rows: int
+    ngram_rows: Positive[int]
     """Rows of each n-gram table; more rows are fewer collisions."""
 
-    ngram_dim: int
+    ngram_dim: Positive[int]
     """Columns of each n-gram table."""
 
-    max_seq_len: int = 4096
+    max_seq_len: Positive[int] = 4096
     """Longest context in tokens."""
 
-    rope_theta: float = 100_000.0
+    rope_theta: Positive[float] = 100_000.0
     """Base of the rotary position embedding's wavelengths."""
 
     rope_interleaved: bool = True
     """Pairing of RoPE: elements (2i, 2i + 1) of a head, or (i, i + head_dim / 2). An export with the wrong one still
     works, badly."""
 
-    norm_eps: float = 1e-6
+    norm_eps: Positive[float] = 1e-6
     """Epsilon of every RMSNorm."""
 
-    init_std: float = 0.02
+    init_std: Positive[float] = 0.02
     """Standard deviation of the initial matrices; those that write to the residual stream get less (see the model)."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if type(value) in (int, float):
-                may_be_zero = name in ("prelude", "coda")
-                self._require(
-                    name, value > 0 or (value == 0 and may_be_zero), "0 or more" if may_be_zero else "above 0"
-                )
-        self._require("head_dim", self.head_dim % 2 == 0, "even, since RoPE turns pairs")
-        self._require(
-            "num_kv_heads", self.num_heads % self.num_kv_heads == 0, f"a divisor of num_heads = {self.num_heads}"
-        )
+        super().__post_init__()
         if self.schedule is None:
-            self._require("ngram_visits", self.ngram_visits is None, "unset without model.args.schedule")
+            self.require("ngram_visits", self.ngram_visits is None, "unset without model.args.schedule")
         else:
             self._check_schedule(self.schedule, self.ngram_visits)
 
     def _check_schedule(self, schedule: tuple[int, ...], ngram_visits: tuple[int, ...] | None) -> None:
         layers = set(schedule)
         every_layer = bool(layers) and layers == set(range(len(layers)))
-        self._require("schedule", every_layer, "a list of layers that names every one from 0 to the largest")
+        self.require("schedule", every_layer, "a list of layers that names every one from 0 to the largest")
         positions = set(ngram_visits or ())
         rising = bool(positions) and list(ngram_visits) == sorted(positions & set(range(len(schedule))))
-        self._require("ngram_visits", rising, f"rising positions in model.args.schedule, from 0 to {len(schedule) - 1}")
-
-    def _require(self, name: str, condition: bool, allowed: str) -> None:
-        if not condition:
-            raise UserError(f"model.args.{name} is {getattr(self, name)}; it must be {allowed}")
+        self.require("ngram_visits", rising, f"rising positions in model.args.schedule, from 0 to {len(schedule) - 1}")
 
     @property
     def num_layers(self) -> int:
@@ -116,20 +103,9 @@ class NanoCoderArgs:
         return len(set(self.visits()))
 
     @property
-    def num_visits(self) -> int:
-        """Executions of a layer in one forward pass of training."""
-        return len(self.visits())
-
-    @property
     def num_injections(self) -> int:
         """Injection scales: times that the n-gram memory is added in training."""
         return len(self.injections())
-
-    @property
-    def looped_layers(self) -> tuple[int, ...]:
-        """Layers that training visits more than once."""
-        visits = self.visits()
-        return tuple(layer for layer in range(self.num_layers) if visits.count(layer) > 1)
 
     @property
     def loop_layers(self) -> tuple[int, ...]:
@@ -178,10 +154,6 @@ class NanoCoderArgs:
             raise UserError(f"backprop_loops is {backprop_loops}; with model.args.schedule there are no loops to count")
         skipped = self._num_loops(num_loops) - backprop_loops
         return 1 + skipped if skipped > 0 else 0
-
-    def visits(self, num_loops: int | None = None) -> tuple[int, ...]:
-        """Layers in the order in which they run; see `stages`."""
-        return tuple(layer for stage in self.stages(num_loops) for layer in stage.layers)
 
     def injections(self, num_loops: int | None = None) -> dict[int, int]:
         """Visits before which the n-gram memory is added, each with the index of its scale; see `stages`.

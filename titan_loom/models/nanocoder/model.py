@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_loom.models.interface import LoopOutput, Observer, Segment
+from titan_loom.models.interface import LoopOutput, Observer, Segment, count_parameters
 from titan_loom.models.layers.attention import Attention
 from titan_loom.models.layers.document_mask import Documents
 from titan_loom.models.layers.embedding import Embedding
@@ -126,16 +126,6 @@ class NanoCoder(nn.Module):
         """The head's matrix, (vocab, dim): the embedding."""
         return self.embedding.weight
 
-    @property
-    def looped_layers(self) -> tuple[int, ...]:
-        """Layers that training visits more than once."""
-        return self.args.looped_layers
-
-    @property
-    def loop_layers(self) -> tuple[int, ...]:
-        """The looped stack, in the order in which it runs; empty when there is none."""
-        return self.args.loop_layers
-
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., vocab), in hidden's dtype, of `hidden`: (..., dim)."""
         return F.linear(hidden, self.head_weight)
@@ -230,8 +220,3 @@ class Block(nn.Module):
         if self.refresh is not None:
             x = x + self.alpha * self.refresh(x0, a, None if documents is None else documents.positions)
         return x + self.feed_forward(self.feed_forward_norm(x))
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Elements of the module's parameters, shared ones once, sharded ones in full."""
-    return sum(parameter.numel() for parameter in module.parameters())

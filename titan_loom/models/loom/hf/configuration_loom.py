@@ -22,77 +22,42 @@ class LoomConfig(PreTrainedConfig):
     model_type = "loom"
     keys_to_ignore_at_inference = ("cache", "past_key_values")
 
-    def __init__(
-        self,
-        vocab_size=49152,
-        hidden_size=512,
-        num_layers=10,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        num_experts=30,
-        num_shared_experts=2,
-        num_experts_per_tok=6,
-        moe_intermediate_size=512,
-        num_loops=9,
-        max_position_embeddings=1023,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-6,
-        residual_lambda=0.5,
-        layer_beta=0.5,
-        loop_beta=0.5,
-        residual_scale=True,
-        embed_inject=True,
-        looping_residual=True,
-        ffn_branch_norm=True,
-        per_loop_routers=True,
-        kv_gate=False,
-        kv_cache="per_loop",
-        capacity_factor=None,
-        balance_rate=2e-3,
-        use_cache=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-        **kwargs,
-    ):
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_layers = num_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.num_experts = num_experts
-        self.num_shared_experts = num_shared_experts
-        self.num_experts_per_tok = num_experts_per_tok
-        self.moe_intermediate_size = moe_intermediate_size
-        self.num_loops = num_loops
-        self.max_position_embeddings = max_position_embeddings
-        self.rope_theta = rope_theta
-        self.rms_norm_eps = rms_norm_eps
-        self.residual_lambda = residual_lambda
-        self.layer_beta = layer_beta
-        self.loop_beta = loop_beta
-        self.residual_scale = residual_scale
-        self.embed_inject = embed_inject
-        self.looping_residual = looping_residual
-        self.ffn_branch_norm = ffn_branch_norm
-        self.per_loop_routers = per_loop_routers
-        self.kv_gate = kv_gate
-        self.kv_cache = kv_cache
-        self.capacity_factor = capacity_factor
-        self.balance_rate = balance_rate
-        self.use_cache = use_cache
-        kwargs.pop("num_hidden_layers", None)
-        self.num_hidden_layers = num_layers if kv_cache == "shared" else num_layers * num_loops
-        super().__init__(
-            pad_token_id=pad_token_id,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **kwargs,
-        )
+    vocab_size: int = 49152
+    hidden_size: int = 512
+    num_layers: int = 10
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 64
+    num_experts: int = 30
+    num_shared_experts: int = 2
+    num_experts_per_tok: int = 6
+    moe_intermediate_size: int = 512
+    num_loops: int = 9
+    max_position_embeddings: int = 1023
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    residual_lambda: float = 0.5
+    layer_beta: float = 0.5
+    loop_beta: float = 0.5
+    residual_scale: bool = True
+    embed_inject: bool = True
+    looping_residual: bool = True
+    ffn_branch_norm: bool = True
+    per_loop_routers: bool = True
+    kv_gate: bool = False
+    kv_cache: str = "per_loop"
+    capacity_factor: float | None = None
+    balance_rate: float = 2e-3
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = 2
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("num_hidden_layers", None)  # derived
+        self.num_hidden_layers = self.num_layers * (1 if self.kv_cache == "shared" else self.num_loops)
+        super().__post_init__(**kwargs)
 
     @property
     def gamma(self):

@@ -25,67 +25,38 @@ class NanoCoderConfig(PreTrainedConfig):
     model_type = "nanocoder"
     keys_to_ignore_at_inference = ("cache", "past_key_values")
 
-    def __init__(
-        self,
-        vocab_size=8192,
-        hidden_size=256,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        intermediate_size=700,
-        prelude=2,
-        loop=3,
-        coda=3,
-        num_loops=2,
-        schedule=None,
-        ngram_visits=None,
-        refresh="scalar",
-        ngram_rows=29744,
-        ngram_dim=32,
-        max_position_embeddings=4096,
-        rope_theta=100000.0,
-        rope_interleaved=True,
-        rms_norm_eps=1e-6,
-        initializer_range=0.02,
-        use_cache=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=True,
-        **kwargs,
-    ):
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.intermediate_size = intermediate_size
-        self.prelude = prelude
-        self.loop = loop
-        self.coda = coda
-        self.num_loops = num_loops
-        self.schedule = schedule
-        self.ngram_visits = ngram_visits
-        self.refresh = refresh
-        self.ngram_rows = ngram_rows
-        self.ngram_dim = ngram_dim
-        self.max_position_embeddings = max_position_embeddings
-        self.rope_theta = rope_theta
-        self.rope_interleaved = rope_interleaved
-        self.rms_norm_eps = rms_norm_eps
-        self.initializer_range = initializer_range
-        self.use_cache = use_cache
+    vocab_size: int = 8192
+    hidden_size: int = 256
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 32
+    intermediate_size: int = 700
+    prelude: int = 2
+    loop: int = 3
+    coda: int = 3
+    num_loops: int = 2
+    schedule: list[int] | None = None
+    ngram_visits: list[int] | None = None
+    refresh: str = "scalar"
+    ngram_rows: int = 29744
+    ngram_dim: int = 32
+    max_position_embeddings: int = 4096
+    rope_theta: float = 100000.0
+    rope_interleaved: bool = True
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = 2
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs):
         for derived in ("num_layers", "num_hidden_layers"):
             kwargs.pop(derived, None)
         self.num_layers = len(set(self.visits()))
         self.num_hidden_layers = len(self.visits())
-        super().__init__(
-            pad_token_id=pad_token_id,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **kwargs,
-        )
+        super().__post_init__(**kwargs)
 
     def visits(self, num_loops=None):
         """Layers in the order in which they run. `num_loops`: passes over the looped stack; default: as trained."""
