@@ -87,6 +87,13 @@ def _pack(argv: list[str]) -> None:
     packing.main(argv)
 
 
+def _report(argv: list[str]) -> None:
+    """Compare runs, draw their losses and what their loops do: RUN [RUN ...] [--out FOLDER]."""
+    from titan_loom.tools import report
+
+    report.main(argv)
+
+
 VERBS: dict[str, Callable[[list[str]], None]] = {
     "convert": _convert,
     "data": _data,
@@ -94,6 +101,7 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "generate": _generate,
     "inspect": _inspect,
     "pack": _pack,
+    "report": _report,
     "tokenizer": _tokenizer,
 }
 

@@ -108,7 +108,7 @@ MAX_ENCODE_BATCH_SIZE = 1 << 16
 MAX_STEPS = 10**9
 UNLIMITED = ["training.max_norm", "guard.delta", "guard.relative_delta", "guard.max_delta"]  # inf: no limit
 RUN_FILES = [".lock", ".config.toml", "config.toml", "hf", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
-RUN_FILES += ["from_hub", "outbox"]
+RUN_FILES += ["from_hub", "outbox", "report"]
 """What else a run keeps in `job.dump_folder`."""
 
 _REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)

@@ -16,7 +16,7 @@ from titan_loom.config.decoding import Text, decode, override
 from titan_loom.config.job_config import JobConfig, Source, Stage
 from titan_loom.errors import UserError
 
-__all__ = ["decode", "load_config", "override", "print_help", "to_toml", "without_none"]
+__all__ = ["decode", "leaves", "load_config", "override", "print_help", "to_toml", "without_none"]
 
 HELP = {"-h", "--help"}
 EXCLUSIVE = [
@@ -113,7 +113,7 @@ def _parse_words(argv: list[str]) -> list[dict[str, Any]]:
 
 def _replace_exclusive(overrides: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Unset the key that an override excludes, unless it is given itself."""
-    given = {key.replace("-", "_") for table in overrides for key, value in _leaves(table) if value != "none"}
+    given = {key.replace("-", "_") for table in overrides for key, value in leaves(table) if value != "none"}
     unset = []
     for pair in EXCLUSIVE:
         if len(excluded := set(pair) - given) == 1:
@@ -122,12 +122,13 @@ def _replace_exclusive(overrides: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return unset + overrides
 
 
-def _leaves(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in a nested table."""
     if not isinstance(table, dict):
         yield prefix, table
         return
     for name, inner in table.items():
-        yield from _leaves(inner, f"{prefix}.{name}" if prefix else name)
+        yield from leaves(inner, f"{prefix}.{name}" if prefix else name)
 
 
 def _override_all(config: JobConfig, overrides: list[dict[str, Any]]) -> JobConfig:
