@@ -97,18 +97,23 @@ def read_runs(paths: list[Path]) -> list[Run]:
 def _read_run(folder: Path, name: str) -> Run:
     try:
         config = tomllib.loads((folder / "config.toml").read_text())
-        lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]  # what follows the last one is being written
+        rows = read_metrics(folder / "metrics.jsonl")
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is not the folder of a run: {error}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            logger.warning(f"{folder / 'metrics.jsonl'}: left out line {number}, which is damaged")
     if not rows:
         raise UserError(f"{folder} is the folder of a run that has not taken a step")
     return Run(name, dict(leaves(config)), rows)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, of damaged ones only a warning."""
+    rows = []
+    for number, line in enumerate(path.read_text().split("\n")[:-1], 1):  # what follows the last one is being written
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            logger.warning(f"{path}: left out line {number}, which is damaged")
+    return rows
 
 
 def common_tokens(runs: list[Run]) -> int:
