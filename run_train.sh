@@ -12,7 +12,6 @@ unset RANK LOCAL_RANK WORLD_SIZE # of hosts here, of processes in torch
 
 export LOG_RANK=${LOG_RANK:-0}
 export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # this clone, not what the caller's folder holds
-export PYTORCH_ALLOC_CONF=expandable_segments:True
 exec python3 -m titan_loom.launch \
     ${NGPU:+--nproc_per_node "$NGPU"} --local_ranks_filter "$LOG_RANK" \
     --nnodes "${nnodes:-1}" --node_rank "$node_rank" \

@@ -5,13 +5,14 @@ import sys
 from collections.abc import Callable
 
 from titan_loom.config import load_config
+from titan_loom.config.loading import HELP
 from titan_loom.errors import RunError, UserError
 from titan_loom.tools.logging import init_logger
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 done, 2 the user's mistake (one sentence on stderr), 1 interrupted, or a
-    source that cannot be read any further."""
+    source that cannot be read any further; of a run, its own."""
     verb, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     init_logger(sys.stderr)  # stdout belongs to what the verb prints
     try:
@@ -20,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
             for name, function in VERBS.items():
                 print(f"  {name:<12}{function.__doc__}")
         elif verb in VERBS:
-            VERBS[verb](rest)
+            return VERBS[verb](rest) or 0
         else:
             nearest = max(VERBS, key=lambda name: difflib.SequenceMatcher(None, verb, name).ratio())
             raise UserError(
@@ -35,6 +36,32 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 1
     return 0
+
+
+def _train(argv: list[str]) -> int:
+    """Train: [--nproc_per_node N, or another of torchrun's options] --job.config_file X [overrides]."""
+    return _launch(argv)
+
+
+def _plan(argv: list[str]) -> int:
+    """Take a step among any number of processes, without them: [--nproc_per_node N] --job.config_file X [overrides]."""
+    return _launch([*argv, "--comm.mode", "fake"])
+
+
+def _launch(argv: list[str]) -> int:
+    """Start `titan_loom.train` with torchrun's options, which come before the first key."""
+    from titan_loom.launch import TRAIN_MODULE, launch
+
+    keys = (i for i, word in enumerate(argv) if word in HELP or (word[:2] == "--" and "." in word.partition("=")[0]))
+    start = next(keys, len(argv))
+    return launch([*argv[:start], "-m", TRAIN_MODULE, *argv[start:]])
+
+
+def _checkpoint(argv: list[str]) -> None:
+    """List what a run has saved, or read it against its checksums: list RUN | verify RUN."""
+    from titan_loom.tools import checkpoints
+
+    checkpoints.main(argv)
 
 
 def _eval(argv: list[str]) -> None:
@@ -87,14 +114,25 @@ def _pack(argv: list[str]) -> None:
     packing.main(argv)
 
 
-VERBS: dict[str, Callable[[list[str]], None]] = {
+def _report(argv: list[str]) -> None:
+    """Compare runs, draw their losses and what their loops do: RUN [RUN ...] [--out FOLDER]."""
+    from titan_loom.tools import report
+
+    report.main(argv)
+
+
+VERBS: dict[str, Callable[[list[str]], int | None]] = {
+    "checkpoint": _checkpoint,
     "convert": _convert,
     "data": _data,
     "eval": _eval,
     "generate": _generate,
     "inspect": _inspect,
     "pack": _pack,
+    "plan": _plan,
+    "report": _report,
     "tokenizer": _tokenizer,
+    "train": _train,
 }
 
 

@@ -49,6 +49,7 @@ def launch(argv: list[str]) -> int:
         if is_finished(config):
             return 0
     run_folder = Path(config.job.dump_folder) if config is not None else Path()
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Each process would take every core otherwise.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))

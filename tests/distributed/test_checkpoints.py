@@ -51,11 +51,12 @@ def finished(original, tmp_path):
     return tmp_path / "run" / "checkpoint" / "step-6"
 
 
-def test_retention_counts_complete_checkpoints_only(tmp_path):
+def test_retention_counts_complete_checkpoints_that_are_no_snapshots(tmp_path):
     broken = tmp_path / "run" / "checkpoint" / "step-1000"
     broken.mkdir(parents=True)
-    runs.train(tmp_path, *("--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "2", "--training.steps", "6"))
-    assert complete(tmp_path) == [4, 6]
+    retention = ("--checkpoint.keep_latest_k", "2", "--checkpoint.snapshot_interval", "2")
+    runs.train(tmp_path, *("--checkpoint.interval", "1", *retention, "--training.steps", "6"))
+    assert complete(tmp_path) == [2, 3, 4, 5, 6]
     assert broken.exists()
 
 

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
+from titan_loom.config import Checkpoint
 from titan_loom.errors import UserError
-from titan_loom.training.checkpoint_files import read_state, write_state
+from titan_loom.training.checkpoint_files import outlived_steps, read_state, write_state
 
 STATE = {"step": 6, "tokens_seen": 96, "source_tokens": {"a": 96}, "lanes": {0: {"row": 3}, 1: {"row": 5}}, "x": 1e-4}
 
@@ -47,3 +48,26 @@ def test_a_value_that_was_changed_is_damage(path, key, value):
 def test_a_folder_named_after_another_step_is_refused(path):
     with pytest.raises(UserError, match=r"step-7 is damaged, train_state\.json is of step 6: another way"):
         read_state(path.rename(path.with_name("step-7")), "another way")
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep_latest_k", "snapshot_interval", "keep_latest_snapshots", "outlived"),
+    [
+        ([10, 20, 30, 40], 0, 0, 0, []),
+        ([10, 20, 30, 40], 2, 0, 0, [10, 20]),
+        ([10, 20, 30, 40, 50, 60], 2, 20, 0, [10]),
+        ([10, 20, 30, 40, 50, 60, 70], 2, 20, 1, [10, 20, 30, 40]),
+        ([10, 20, 30, 40, 50, 60, 65], 0, 20, 2, [20]),  # the last step, no multiple, is not counted as one of them
+        ([10, 20, 30, 40], 2, 10, 1, [10, 20]),  # only snapshots: one older than the newest stays, in case of damage
+        ([10, 20, 21, 22], 2, 0, 0, [10]),  # a rollback needs 20
+        ([10, 20, 21, 22], 2, 20, 1, [10]),
+    ],
+)
+def test_what_is_kept(steps, keep_latest_k, snapshot_interval, keep_latest_snapshots, outlived):
+    config = Checkpoint(
+        interval=10,
+        keep_latest_k=keep_latest_k,
+        snapshot_interval=snapshot_interval,
+        keep_latest_snapshots=keep_latest_snapshots,
+    )
+    assert outlived_steps(steps, config) == outlived

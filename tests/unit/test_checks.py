@@ -162,6 +162,14 @@ def test_an_infinite_norm_means_no_clipping():
             ["compile.mode is 'reduce-overhead'", "compile.backend = 'eager'", "'default'"],
         ),
         ({"checkpoint__keep_latest_k": "1"}, ["checkpoint.keep_latest_k is 1", "0", "at least 2"]),
+        (
+            {"checkpoint__snapshot_interval": "750"},
+            ["checkpoint.snapshot_interval is 750", "a multiple of checkpoint.interval = 500"],
+        ),
+        (
+            {"checkpoint__keep_latest_snapshots": "2"},
+            ["checkpoint.keep_latest_snapshots is 2", "checkpoint.snapshot_interval, which is 0"],
+        ),
         ({"checkpoint__load_step": "-2"}, ["checkpoint.load_step is -2", "-1"]),
         (
             {"checkpoint__load_step": "5", "checkpoint__resume": "false"},

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from titan_loom import cli
+from titan_loom import cli, launch
 from titan_loom.data import train_tokenizer
 from titan_loom.errors import UserError
 from titan_loom.tools.logging import init_logger, logger
@@ -45,6 +45,26 @@ def test_a_verb_gets_the_words_after_it(monkeypatch):
     monkeypatch.setattr(train_tokenizer, "main", calls.append)
     assert cli.main(["tokenizer", "--out", "x"]) == 0
     assert calls == [["--out", "x"]]
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "overrides"),
+    [
+        ("train --job.config_file x.toml", "", "--job.config_file x.toml"),
+        ("train --log_dir a.b --data.lanes=4", "--log_dir a.b", "--data.lanes=4"),
+        ("train --master_addr=127.0.0.1 --data.lanes 4", "--master_addr=127.0.0.1", "--data.lanes 4"),
+        ("train --help", "", "--help"),
+        ("plan --nproc_per_node 512 --data.lanes 4", "--nproc_per_node 512", "--data.lanes 4 --comm.mode fake"),
+    ],
+)
+def test_a_run_gets_the_launchers_options_and_its_keys(monkeypatch, argv, options, overrides):
+    calls = []
+    monkeypatch.setattr(launch, "launch", lambda argv: calls.append(argv) or 1)
+    assert cli.main(argv.split()) == 1  # the run's own status
+    [found] = calls
+    module = found.index("titan_loom.train")
+    assert found[: module + 1] == [*options.split(), "-m", "titan_loom.train"]
+    assert found[module + 1 :] == overrides.split()
 
 
 def test_an_error_that_is_no_users_mistake_keeps_its_traceback(monkeypatch):

@@ -14,7 +14,7 @@ from tests.exports import make_checkpoint
 from titan_loom import cli
 from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.hub import convert, evaluate_tasks
-from titan_loom.hub.evaluate import EvalArgs, evaluate, load_to_device
+from titan_loom.hub.evaluate import EvalArgs, evaluate, load_to_device, read_parts
 
 TEXTS = {"a.txt": "for i in range(12):\n    print(i)\n" * 9, "b.txt": "Grüße, 世界!"}
 
@@ -34,7 +34,8 @@ def test_the_loss_is_what_the_trainers_model_gives_token_by_token(model_and_fold
     model, folder = model_and_folder
     seq_len = 16
     args = EvalArgs(path=folder / "checkpoint", text=(str(folder / "texts"),), num_loops=(1, 2, 3), seq_len=seq_len)
-    results = evaluate(args, *load_to_device(args))
+    hf_model, tokenizer = load_to_device(args)
+    results = evaluate(args, hf_model, *read_parts(args, hf_model, tokenizer))
     tokenizer = load_tokenizer()
     for result in results:
         nats, tokens = 0.0, 0
@@ -93,7 +94,8 @@ def test_the_recorded_losses_come_out_again(tmp_path, capsys, config, key, value
     data = ("--data.sources.code.path", texts, "--data.sources.code.format", "text", "--data.sources.prose.path", texts)
     *_, last = runs.train(tmp_path, *VALIDATION, *data, key, value, config=config)
     num_loops = last["num_loops"]
-    assert cli.main(["eval", str(tmp_path / "run"), "--num_loops", "1", str(num_loops)]) == 0
+    argv = ["eval", str(tmp_path / "run"), "--cache_tokens", "0", "--num_loops", "1", str(num_loops)]
+    assert cli.main(argv) == 0
     printed = capsys.readouterr()
     assert f"recorded in training: {last['validation/loss']:.4f}" in printed.err
     losses = [last[f"validation/loop/{loop}/loss"] for loop in (1, num_loops)]

@@ -14,7 +14,7 @@ from titan_loom.errors import UserError
 
 MAX_STEPS = 10**9
 RUN_FILES = [".lock", ".config.toml", "config.toml", "hf", "logs", "metrics.jsonl", "metrics.jsonl.writing"]
-RUN_FILES += ["from_hub", "outbox"]
+RUN_FILES += ["from_hub", "outbox", "report"]
 """What else a run keeps in `job.dump_folder`."""
 
 _REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -217,6 +217,16 @@ def _check_compile(compile: job_config.Compile) -> None:
 def _check_checkpoint(checkpoint: job_config.Checkpoint) -> None:
     if checkpoint.keep_latest_k == 1:
         raise UserError("checkpoint.keep_latest_k is 1; it must be 0 (keep all) or at least 2")
+    if checkpoint.snapshot_interval % checkpoint.interval:
+        raise UserError(
+            f"checkpoint.snapshot_interval is {checkpoint.snapshot_interval}; it must be 0 or a multiple of "
+            f"checkpoint.interval = {checkpoint.interval}, since only what is saved can be kept"
+        )
+    if checkpoint.keep_latest_snapshots and not checkpoint.snapshot_interval:
+        raise UserError(
+            f"checkpoint.keep_latest_snapshots is {checkpoint.keep_latest_snapshots}; it needs "
+            "checkpoint.snapshot_interval, which is 0"
+        )
     if checkpoint.load_step < -1:
         raise UserError(f"checkpoint.load_step is {checkpoint.load_step}; it must be -1 (the newest) or a step")
     if checkpoint.load_step >= 0 and not checkpoint.resume:

@@ -462,7 +462,15 @@ class Checkpoint:
     """Steps between checkpoints."""
 
     keep_latest_k: NotNegative[int] = 10
-    """Complete checkpoints to keep; 0 keeps all, else at least 2."""
+    """Complete checkpoints to keep, snapshots not counted; 0 keeps all, else at least 2. The newest regular one, which
+    `[guard]` goes back to, stays whatever a stop or a milestone has saved since."""
+
+    snapshot_interval: NotNegative[int] = 0
+    """Checkpoints of the multiples of this are snapshots, which `keep_latest_k` leaves alone; a multiple of `interval`.
+    0: none."""
+
+    keep_latest_snapshots: NotNegative[int] = 0
+    """Snapshots to keep; 0 keeps all. The two newest checkpoints stay, whatever they are."""
 
     load_step: int = -1
     """Step to resume from; -1 is the newest complete one."""

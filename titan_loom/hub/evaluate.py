@@ -24,6 +24,7 @@ from titan_loom.data.lanes import IGNORED_LABEL
 from titan_loom.data.tokenizer import Tokenizer
 from titan_loom.data.train_tokenizer import documents
 from titan_loom.errors import UserError
+from titan_loom.hub.evaluate_caches import compare_caches
 from titan_loom.hub.evaluate_gate import Parts, measure, read_record, validation_parts, verify
 from titan_loom.hub.evaluate_tasks import check_tasks, run_tasks
 from titan_loom.hub.generate import load
@@ -52,6 +53,10 @@ class EvalArgs:
 
     max_documents: int = 100
     """Documents of text to read."""
+
+    cache_tokens: int = 1024
+    """Tokens, the first ones, on which the two caches of a LOOM are compared. The shared one reads them one at a time;
+    0: no comparison."""
 
     config_file: Path | None = None
     """Configuration to read the validation's data by, when they are no longer where the run found them."""
@@ -92,7 +97,10 @@ def main(argv: list[str]) -> None:
     model, tokenizer = load_to_device(args)
     validation = None if args.unverified else _verify(args, model, tokenizer)
     if args.text or not args.tasks:
-        _print_losses(evaluate(args, model, tokenizer, validation))
+        parts, num_bytes = read_parts(args, model, tokenizer, validation)
+        _print_losses(evaluate(args, model, parts, num_bytes))
+        if args.cache_tokens and hasattr(model.config, "kv_cache"):
+            _print_caches(args, model, parts)
     if args.tasks:
         _print_scores(args, model, tokenizer)
 
@@ -101,6 +109,8 @@ def load_to_device(args: EvalArgs) -> tuple[nn.Module, Tokenizer]:
     """The model, on the device to measure on, and its tokenizer. Raises UserError as `load`."""
     if min(args.num_loops, default=1) < 1:
         raise UserError(f"num_loops is {min(args.num_loops)}; it must be 1 or more")
+    if args.cache_tokens < 0:
+        raise UserError(f"cache_tokens is {args.cache_tokens}; it must be 0 or more")
     model, tokenizer = load(args.path, *args.num_loops[:1])
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
@@ -119,13 +129,18 @@ def _verify(args: EvalArgs, model: nn.Module, tokenizer: Tokenizer) -> Parts:
     return parts
 
 
-def evaluate(args: EvalArgs, model: nn.Module, tokenizer: Tokenizer, validation: Parts | None = None) -> list[Result]:
-    """A result for each number of loops, on the texts or, without any, on the `validation`. Raises as `main`."""
+def read_parts(
+    args: EvalArgs, model: nn.Module, tokenizer: Tokenizer, validation: Parts | None = None
+) -> tuple[Parts, int]:
+    """The texts or, without any, the `validation`, and the bytes of what is predicted. Raises as `main`."""
     if args.text:
-        parts, num_bytes = _read_texts(args, model.config.max_position_embeddings, tokenizer)
-    else:
-        parts = validation or validation_parts(read_record(args.path), tokenizer, args.config_file)
-        num_bytes = sum(_num_bytes(labels, tokenizer) for _, labels in parts)
+        return _read_texts(args, model.config.max_position_embeddings, tokenizer)
+    parts = validation or validation_parts(read_record(args.path), tokenizer, args.config_file)
+    return parts, sum(_num_bytes(labels, tokenizer) for _, labels in parts)
+
+
+def evaluate(args: EvalArgs, model: nn.Module, parts: Parts, num_bytes: int) -> list[Result]:
+    """A result for each number of loops."""
     return [Result(num_loops, *measure(model, parts, num_loops), num_bytes) for num_loops in args.num_loops or (None,)]
 
 
@@ -160,6 +175,19 @@ def _print_losses(results: list[Result]) -> None:
         loss, bits = f"{result.loss:.4f}", f"{result.bits_per_byte:.4f}"
         table.add_row(_loops(result.num_loops), loss, f"{math.exp(result.loss):.3f}", bits)
     print(f"{results[0].tokens:,} tokens, {results[0].bytes:,} bytes", file=sys.stderr)
+    Console().print(table)
+
+
+def _print_caches(args: EvalArgs, model: nn.Module, parts: Parts) -> None:
+    table = Table(
+        "loops", "cache", f"bytes per token ({str(model.dtype).removeprefix('torch.')})", "loss", "difference"
+    )
+    for num_loops in args.num_loops or (None,):
+        results, count = compare_caches(model, parts, args.cache_tokens, num_loops)
+        for result in results:
+            loss, difference = f"{result.loss:.4f}", f"{result.loss - results[0].loss:+.4f}"
+            table.add_row(_loops(num_loops), result.kv_cache, f"{result.bytes_per_token:,}", loss, difference)
+    print(f"caches, on the first {count:,} tokens:", file=sys.stderr)
     Console().print(table)
 
 

@@ -95,9 +95,8 @@ class CheckpointManager:
         }
 
     def _remove_old(self) -> None:
-        if self.config.keep_latest_k:
-            for step in checkpoint_files.complete_steps(self.folder)[: -self.config.keep_latest_k]:
-                checkpoint_files.remove(self.folder / f"step-{step}")
+        for step in checkpoint_files.outlived_steps(checkpoint_files.complete_steps(self.folder), self.config):
+            checkpoint_files.remove(self.folder / f"step-{step}")
 
 
 def make_empty(path: Path) -> None:

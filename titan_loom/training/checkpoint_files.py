@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_loom.config import JobConfig, Training
+from titan_loom.config import Checkpoint, JobConfig, Training
 from titan_loom.errors import UserError
 
 STATE_FILE = "train_state.json"
@@ -97,6 +97,20 @@ def finished_step(config: JobConfig) -> int | None:
     checkpoint = config.checkpoint
     steps = complete_steps(checkpoint_folder(config)) if checkpoint.resume and checkpoint.load_step == -1 else []
     return steps[-1] if steps and steps[-1] >= config.training.num_steps else None
+
+
+def outlived_steps(steps: list[int], config: Checkpoint) -> list[int]:
+    """Of the complete checkpoints of `steps`, ascending, those that `[checkpoint]` does not keep any longer."""
+    snapshots = [step for step in steps if config.snapshot_interval and step % config.snapshot_interval == 0]
+    others = [step for step in steps if step not in snapshots]
+    kept = {*others[-config.keep_latest_k :], *snapshots[-config.keep_latest_snapshots :], *steps[-2:]}  # -0: all
+    kept.update(_regular_steps(steps, config.interval)[-1:])
+    return [step for step in steps if step not in kept]
+
+
+def _regular_steps(steps: list[int], interval: int) -> list[int]:
+    """Those that a stop or a milestone has not made in between."""
+    return [step for step in steps if step % interval == 0]
 
 
 def remove(path: Path) -> None:
@@ -194,7 +208,7 @@ def find_start(
 def find_rollback(folder: Path, step: int, interval: int) -> Start | None:
     """The checkpoint that a failed `step` goes back to: the newest regular one before it. Those that a stop made in
     between are left alone, so that a run which was stopped goes back as far as one that was not."""
-    steps = [saved for saved in complete_steps(folder) if saved < step and saved % interval == 0]
+    steps = [saved for saved in _regular_steps(complete_steps(folder), interval) if saved < step]
     if not steps:
         return None
     path, way_on = folder / f"step-{steps[-1]}", "the run cannot go back to it"

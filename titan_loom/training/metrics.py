@@ -227,6 +227,7 @@ class MetricsProcessor:
             "lr": record.lr,
             "weight_decay": record.weight_decay,
             "num_loops": record.num_loops,
+            "flops": record.flops,
             "tps": round(tps, 2),
             "data_wait": round(record.data_wait, 6),
             "source_wait": {name: round(seconds, 6) for name, seconds in record.source_wait.items()},
