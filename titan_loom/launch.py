@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from titan_loom.config import load_config
-from titan_loom.errors import UserError
+from titan_loom.errors import RunError, UserError
 from titan_loom.preflight import is_finished, preflight
 
 TRAIN_MODULE = "titan_loom.train"
@@ -20,9 +20,9 @@ def main(argv: list[str] | None = None) -> int:
     """Launch what `argv` describes, wait for it and return the exit status."""
     try:
         return launch(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
+    except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         return 1
 
@@ -32,6 +32,7 @@ def launch(argv: list[str]) -> int:
 
     Raises:
         UserError: a mistake in the launcher's options or in the configuration.
+        RunError: what a finished run had left to do failed.
     """
     config = load_config(argv[argv.index(TRAIN_MODULE) + 1 :]) if TRAIN_MODULE in argv else None
 

@@ -4,6 +4,7 @@ The launcher calls it first, so that a mistake costs a second and not an allocat
 """
 
 import os
+from contextlib import closing
 from dataclasses import asdict, replace
 
 from titan_loom.config import JobConfig
@@ -70,20 +71,33 @@ def preflight(config: JobConfig, world_size: int) -> None:
 
 
 def is_finished(config: JobConfig) -> bool:
-    """Whether `job.dump_folder` holds the whole run already; says so on stdout, and pushes what it could not push."""
+    """Whether `job.dump_folder` holds the whole run already; says so on stdout, and then pushes what the run could not
+    push and makes the export that it lacks.
+
+    Raises:
+        UserError, RunError: the export cannot be made.
+    """
     from titan_loom.hub.outbox import push_what_waits
     from titan_loom.training.checkpoint_files import finished_step
 
     step = finished_step(config)
     if step is not None and os.environ.get("RANK", "0") == "0":
-        push_what_waits(config)
-        folder = config.job.dump_folder
-        lacks_export = config.checkpoint.last_save_in_hf and not os.path.exists(f"{folder}/hf/step-{step}")
-        export = f" `titan-loom convert to-hf {folder} OUT` makes the export that it lacks." if lacks_export else ""
         print(
-            f"The run in {folder} has finished: it is at step {step} of {config.training.num_steps}. "
+            f"The run in {config.job.dump_folder} has finished: it is at step {step} of {config.training.num_steps}. "
             "Raise training.steps (or total_tokens) to extend it, unless its last step was cut to meet a total, "
-            f"or choose another job.dump_folder.{export}",
+            "or choose another job.dump_folder.",
             flush=True,
         )
+        push_what_waits(config)
+        if config.checkpoint.last_save_in_hf:
+            _export_what_lacks(config, step)
     return step is not None
+
+
+def _export_what_lacks(config: JobConfig, step: int) -> None:
+    from titan_loom.hub.convert import export_folder, export_last
+    from titan_loom.training.run_folder import RunFolder
+
+    with closing(RunFolder(config)):  # another host may be at it
+        if not export_folder(config, step).exists():
+            export_last(config, step)

@@ -42,7 +42,7 @@ def main() -> int:
         if config.checkpoint.last_save_in_hf and os.environ.get("RANK", "0") == "0":
             from titan_loom.hub.convert import export_last
 
-            export_last(config)
+            export_last(config, config.training.num_steps)
     except (UserError, RunError) as error:
         _wait_for_rank_0()
         print(f"error: {error}", file=sys.stderr)

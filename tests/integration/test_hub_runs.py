@@ -1,6 +1,7 @@
 """Runs that push their milestones to a Hub on this machine: through outages and kills, and on from there elsewhere."""
 
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ def hub():
         yield server
 
 
-def start(hub: HubServer, folder: Path, *overrides: str) -> subprocess.Popen:
+def start(hub: HubServer, folder: Path, *overrides: str, processes: int = 1) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
     (folder / "small.toml").write_text(runs.SMALL)
     options = ["--hub.repo_id", NAME, "--hub.milestones", "25%, 50%, 75%, 100%", "--hub.timeout_seconds", "1"]
@@ -30,11 +31,15 @@ def start(hub: HubServer, folder: Path, *overrides: str) -> subprocess.Popen:
     return subprocess.Popen(
         [REPOSITORY / "run_train.sh", "--job.dump_folder", "run", *options, *overrides],
         cwd=folder,
-        env=os.environ | hub.environment(folder, TOKEN) | {"CONFIG_FILE": "small.toml"},
+        env=os.environ | hub.environment(folder, TOKEN) | {"CONFIG_FILE": "small.toml", "NGPU": str(processes)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def pushed(hub: HubServer) -> dict[str, int]:
@@ -62,7 +67,26 @@ def test_an_outage_costs_a_run_a_warning_and_no_milestone(hub, tmp_path):
     assert {path.name for path in (tmp_path / "run" / "checkpoint").iterdir()} == {"step-3", "step-4"}
     assert not list((tmp_path / "run" / "outbox").iterdir())
     assert TOKEN not in output + errors
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    assert not [path for path, content in contents(tmp_path).items() if TOKEN.encode() in content]
+    a_start_is_refused_while_the_hub_is_silent(hub, tmp_path)
+
+
+def a_start_is_refused_while_the_hub_is_silent(hub, folder):
+    """One sentence, and what the run in `folder` left is there afterwards, also where it was to be replaced."""
+    hub.fault("", do="stall", times=FOREVER)
+    shutil.copytree(folder, replaced := folder.with_name("replaced"))
+    before = contents(folder)
+    instead = ("--hub.repo_id", "none", "--checkpoint.resume", "false", "--job.overwrite")
+    instead += ("--checkpoint.initial_load_path", f"hf://{NAME}")
+    refused = {
+        f"hub.repo_id is '{NAME}'": start(hub, folder, "--hub.resume", "--training.steps", "8", processes=2),
+        f"checkpoint.initial_load_path is 'hf://{NAME}'": start(hub, replaced, *instead),
+    }
+    for found, process in refused.items():
+        _, errors = process.communicate(timeout=110)
+        assert process.returncode == 1
+        assert errors.startswith(f"error: {found}, but the Hub at") and errors.count("\n") == 1, errors
+    assert before.items() <= contents(folder).items() & contents(replaced).items()
 
 
 def test_a_run_that_is_killed_while_it_pushes_goes_on_on_another_machine(hub, tmp_path):

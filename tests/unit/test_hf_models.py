@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache, StaticCache
 
+from tests import check_exports
 from tests.exports import TINY, TINY_LOOM, export, randomize
 from titan_loom.hub import convert
 from titan_loom.hub.families import hf_classes, to_hf_config
@@ -261,37 +262,11 @@ def _backward(loss, parameters):
     return [parameter.grad for parameter in parameters]
 
 
-ELSEWHERE = """
-import sys
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
-
-for folder in sys.argv[1:]:
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    assert config.num_hidden_layers == 6, config  # visits
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.model_max_length == 64 and tokenizer.eos_token_id == 2 and tokenizer.pad_token_id == 0
-    assert tokenizer("1 + 12")["input_ids"] == tokenizer.encode("1 + 12") and len(tokenizer.encode("12")) == 2
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == config.tie_word_embeddings
-    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    (result,) = generate("def main():", max_new_tokens=5, do_sample=False, num_loops=3)
-    assert len(result["generated_text"]) > len("def main():")
-    inputs = tokenizer(["def", "import os, sys"], return_tensors="pt", padding=True, padding_side="left")
-    assert len(model.generate(**inputs, max_new_tokens=4, do_sample=True, top_k=5)) == 2
-    model.save_pretrained(folder + "-saved")
-    again = AutoModelForCausalLM.from_pretrained(folder + "-saved", trust_remote_code=True)
-    ids = torch.arange(3, 40)[None]
-    assert torch.equal(model(ids).logits, again(ids).logits)
-assert not [name for name in sys.modules if name.startswith("titan_loom")]
-"""
-
-
 def test_the_exports_are_all_that_transformers_needs(tmp_path):
     folders = [export(tmp_path / args.__class__.__name__, args) for args in (replace(TINY, refresh="gated"), TINY_LOOM)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", ELSEWHERE, *map(str, folders)]
+    command = [sys.executable, check_exports.__file__, *map(str, folders)]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     for folder in folders:  # and what transformers saved of them is an export, too

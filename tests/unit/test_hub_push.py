@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import pytest
 
@@ -182,6 +183,8 @@ def test_the_end_of_a_run_waits_so_long_and_no_longer(outbox, tmp_path, caplog):
     for step in (1, 2):
         add(step)
     process = box._process
+    # In a session of its own it once took half of a core, whatever its priority.
+    assert os.getsid(process.pid) == os.getsid(0) and os.getpgid(process.pid) == process.pid
     box.flush(StopRequest())
     assert process.poll() is not None
     (message,) = caplog.messages

@@ -125,12 +125,14 @@ def test_the_newer_of_the_local_and_the_hubs_state_is_taken(hub, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "its own"
 
 
-@pytest.mark.parametrize("where", ["revision", "resolve"])
-def test_a_hub_that_does_not_answer_is_not_one_without_a_state(hub, tmp_path, where):
+@pytest.mark.parametrize(
+    ("where", "do"), [("revision", "status"), ("revision", "stall"), ("tree", "status"), ("resolve", "status")]
+)
+def test_a_hub_that_does_not_answer_is_not_one_without_a_state(hub, tmp_path, where, do):
     options = {"repo_id": NAME, "resume": True}
     assert start(tmp_path / "run", hub=options)[0] is None
     push(hub, tmp_path / "pushed")
-    hub.fault(where, do="status", times=FOREVER)
+    hub.fault(where, do=do, times=FOREVER)
     before = files_below(tmp_path / "run")
     with pytest.raises(RunError, match="nothing was changed"):
         start(tmp_path / "run", hub=options)

@@ -11,7 +11,7 @@ TENSORS = {
     "optimizer.weight.momentum": torch.arange(6.0).reshape(2, 3).bfloat16(),
     "optimizer.step": torch.tensor(7, dtype=torch.int64),
 }
-STATE = {"step": 7, "lanes": {"0": {"row": 1}}}
+STATE = {"step": 7, "lanes": {"0": {"row": 1}}, "config": {}, "data": {}}
 
 
 @pytest.mark.parametrize(("max_bytes", "count"), [(1 << 20, 1), (30, 2), (1, 3)])
@@ -30,6 +30,23 @@ def test_a_checkpoint_comes_back_as_it_was_without_a_pickle_on_the_way(tmp_path,
     del state["files"]
     assert state == STATE
     assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_state_does_not_say_where_its_machine_kept_files_and_the_run_goes_on_from_another_place(tmp_path):
+    def fingerprint(path: str) -> dict:
+        return {"data.sources.code.path": path, "data.sources.code.parts": "c0ffee"}
+
+    config = {"job": {"dump_folder": str(tmp_path)}, "data": {"sources": {"code": {"path": str(tmp_path / "code")}}}}
+    state = STATE | {"config": config, "data": fingerprint(str(tmp_path / "code"))}
+    write_checkpoint(tmp_path / "step-7", state, TENSORS, {})
+    training_state.write(tmp_path / "step-7", tmp_path / "pushed")
+    assert str(tmp_path) not in (tmp_path / "pushed" / "train_state.json").read_text()
+
+    pushed = checkpoint_files.read_state(tmp_path / "pushed", "stop")
+    start = checkpoint_files.Start(tmp_path, pushed, False, "stop")
+    checkpoint_files.check_same_data(start, fingerprint("/elsewhere/code"))
+    with pytest.raises(UserError, match=r"data\.sources\.code\.path is prose but"):
+        checkpoint_files.check_same_data(start, fingerprint("/elsewhere/prose"))
 
 
 def test_a_file_that_is_not_what_was_written_is_found(tmp_path):

@@ -176,6 +176,8 @@ def _report(failures: dict[int, ProcessFailure], files: dict[int, Path]) -> int:
             )
         return 2
     code = failure.exitcode
+    if code == 1 and file is None:
+        return 1  # a shown rank has said why
     how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     where = f"; its output is in {file}" if file is not None else ""
     print(f"error: rank {rank} ended with {how}{where}", file=sys.stderr)

@@ -2,6 +2,8 @@
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -97,7 +99,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def from_rank0(function, *args):
-    """Call `function(*args)` on rank 0 only and return its result on every rank.
+    """Call `function(*args)` on rank 0 only and return its result on every rank, however long it takes.
 
     What it raises on rank 0 is raised on every rank, so that nobody waits for a rank that has left.
     """
@@ -107,10 +109,23 @@ def from_rank0(function, *args):
             outcome[0] = function(*args)
         except Exception as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
+    with _patience():
+        dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Within, collectives on the CPU do not time out: rank 0 may be downloading. One that dies is noticed without."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    timeout = backend.options._timeout
+    backend._set_default_timeout(timedelta(days=365))
+    try:
+        yield
+    finally:
+        backend._set_default_timeout(timeout)
 
 
 def tighten_timeout(comm: Comm, device: torch.device) -> None:

@@ -1,26 +1,18 @@
 """The texts of an export: its model card and what its training is on record with."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from titan_loom.hub.families import decode_args, export_of
+from titan_loom.training.checkpoint_files import without_places
 
 NOT_EXPORTED = ("lanes", "files")
 """What of a checkpoint's state only a run that goes on has use for."""
 
 
 def training_metadata(state: dict[str, Any]) -> dict[str, Any]:
-    """What an export tells of `state`: of paths that lead from the root, a home or a parent folder, only the name."""
-    return {key: _without_places(value) for key, value in state.items() if key not in NOT_EXPORTED}
-
-
-def _without_places(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_places(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_places(inner) for inner in value]
-    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~", "..")) else value
+    """What an export tells of `state`."""
+    return without_places({key: value for key, value in state.items() if key not in NOT_EXPORTED})
 
 
 def metrics_until(metrics: str, step: int) -> str:

@@ -122,12 +122,15 @@ def to_hf(checkpoint: Path, out: Path, dtype: Dtype = "float32", tokenizer_path:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def export_last(config: JobConfig) -> None:
-    """What `[checkpoint] last_save_in_hf` asks for, once the run is over. Raises as `main`."""
-    step = f"step-{config.training.num_steps}"
-    out = Path(config.job.dump_folder) / "hf" / step
+def export_folder(config: JobConfig, step: int) -> Path:
+    return Path(config.job.dump_folder) / "hf" / f"step-{step}"
+
+
+def export_last(config: JobConfig, step: int) -> None:
+    """What `[checkpoint] last_save_in_hf` asks for, once the run is over, at `step`. Raises as `main`."""
+    out = export_folder(config, step)
     shutil.rmtree(out, ignore_errors=True)  # of a run that this one replaced
-    to_hf(checkpoint_folder(config) / step, out, config.checkpoint.export_dtype, config.model.tokenizer_path)
+    to_hf(checkpoint_folder(config) / out.name, out, config.checkpoint.export_dtype, config.model.tokenizer_path)
     logger.info(f"Exported the last checkpoint to {out}")
 
 

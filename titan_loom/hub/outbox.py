@@ -96,7 +96,9 @@ class Outbox:
                 [*COMMAND, self._settings],
                 env=os.environ | ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the trainer
+                # Ctrl-C is for the trainer. Not a session: Linux shares the cores evenly among those, whatever the
+                # priorities in them.
+                process_group=0,
             )
         except OSError as error:
             logger.warning(f"Nothing is pushed to {self.hub.repo_id} for now: {error}")

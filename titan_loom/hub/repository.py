@@ -53,7 +53,8 @@ class Repository:
 
     def files(self, revision: str = "main") -> tuple[str, list[str]]:
         """The commit that `revision` is, and the paths of its files."""
-        found = self.api.model_info(self.repo_id, revision=revision)
+        # Not to be told how long to wait means for ever here, whatever the client says.
+        found = self.api.model_info(self.repo_id, revision=revision, timeout=self._timeout_seconds)
         return found.sha, [file.rfilename for file in found.siblings]
 
     def read_json(self, path: str, revision: str = "main") -> dict[str, Any]:

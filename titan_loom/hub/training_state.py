@@ -1,4 +1,5 @@
-"""A checkpoint without pickles, as it lies on the Hub: tensors as safetensors, everything else as JSON.
+"""A checkpoint without pickles, as it lies on the Hub: tensors as safetensors, everything else as JSON. It does not say
+where its machine kept files.
 
 DCP's own files describe themselves by a pickle, which nobody should load from elsewhere.
 """
@@ -32,7 +33,8 @@ def write(checkpoint: Path, folder: Path) -> None:
         name = f"tensors-{i:05d}.safetensors"
         save_file(tensors, folder / name)
         files[name] = checkpoint_files.checksum(folder / name)
-    checkpoint_files.write_state(folder, state | {"files": files})
+    places = {key: checkpoint_files.without_places(state[key]) for key in ("config", "data")}
+    checkpoint_files.write_state(folder, state | places | {"files": files})
 
 
 def read(folder: Path, checkpoint: Path, way_on: str) -> None:

@@ -71,6 +71,15 @@ def _state_sha256(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
+def without_places(value: Any) -> Any:
+    """`value`, plain data, with the names alone of paths that lead from the root, a home or a parent folder."""
+    if isinstance(value, dict):
+        return {key: without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_places(inner) for inner in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~", "..")) else value
+
+
 def checksum(path: Path) -> dict[str, int | str]:
     """Size and sha256 of a file, as `train_state.json` keeps them."""
     with open(path, "rb") as file:
@@ -244,7 +253,8 @@ def check_same_data(start: Start | None, fingerprint: dict[str, Any]) -> None:
     """Raises UserError when `start` continues a run with another order of the data than `fingerprint` says."""
     if start is None or start.model_only:
         return
-    for key, found, wanted in _differences(start.state["data"], fingerprint):
+    # Elsewhere the same files may be in another place; a state that was on the Hub does not say in which.
+    for key, found, wanted in _differences(without_places(start.state["data"]), without_places(fingerprint)):
         raise UserError(
             f"{key} is {wanted} but checkpoint {start.path} was made with {found}, and the order of the data depends "
             "on it: restore the value, or start a new run from the weights with checkpoint.initial_load_path"
