@@ -23,7 +23,8 @@ from titan_loom.hub.convert import to_hf
 from titan_loom.models import FAMILIES
 
 REPOSITORY = Path(__file__).parents[1]
-NANOCODER, LOOM = FAMILIES["nanocoder"]["debug"], FAMILIES["loom"]["debug"]
+NANOCODER = FAMILIES["nanocoder"]["debug"]
+LOOM = replace(FAMILIES["loom"]["debug"], residual_lambda=2.0)  # much of attention in the stream
 MODELS = {
     "nanocoder": NANOCODER,
     "nanocoder-gated": replace(NANOCODER, refresh="gated"),

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 PROMPTS = ["def main():", "import os, sys", "class Name(object):\n    def __init__(self): return 12"]
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 """Of the largest logit, in fp32. The controls are off by ten times this at least."""
 
 
