@@ -1,16 +1,19 @@
 """Small sources for the data tests: parquet parts of numbered rows, and the corpus of `tests/assets`."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from titan_loom.config.job_config import Source, Streaming
-from titan_loom.data.readers import Row, Shard
+from titan_loom.data import readers
+from titan_loom.data.readers import Part, Row, Shard
 from titan_loom.data.retry import Access
-from titan_loom.data.rows import RowStream
-from titan_loom.data.sources import list_parts
+from titan_loom.data.rows import Order, RowStream
+from titan_loom.data.source_reader import SourceReader
+from titan_loom.data.sources import Parts, list_parts
 
 CORPUS = Path(__file__).parent.parent / "assets" / "corpus"
 
@@ -34,10 +37,38 @@ def shards_of(path: Path, lanes: int, form: str = "text") -> tuple[Shard, ...]:
     return list_parts("s", Source(path=str(path), format=form)).shards(lanes)
 
 
-def row_stream(shards: tuple[Shard, ...], lane: int = 0, lanes: int = 1, state=None, **changes) -> RowStream:
-    options = {"seed": 0, "source_name": "s", "window": 4, "open_parts": 2, "columns": ("text",), **changes}
-    options = {"access": Access("s", Streaming()), **options}
-    return RowStream(shards=shards, lane=lane, lanes=lanes, start=state, **options)
+def memory_text(part: int, row: int) -> str:
+    return f"{part}:{row}" + " word" * ((part + row) % 4 * 4)
+
+
+def memory_rows(part: Part, start: int, stop: int | None, columns, access) -> Iterator[Row]:
+    """Rows that cost nothing, so that many layouts can be tried."""
+    return ({"text": memory_text(int(part.name), row)} for row in range(start, part.size if stop is None else stop))
+
+
+readers._READERS["memory"] = readers._Reader(memory_rows, lambda part, access: part.size, lambda *_: {"text": "text"})
+
+
+def memory_parts(rows_of_parts: list[int]) -> Parts:
+    parts = [Part(kind="memory", name=str(i), path="", size=rows) for i, rows in enumerate(rows_of_parts)]
+    return Parts(kind="memory", parts=tuple(parts), rows=tuple(rows_of_parts))
+
+
+def row_stream(
+    shards: tuple[Shard, ...],
+    lane: int = 0,
+    lanes: int = 1,
+    state=None,
+    *,
+    form: str = "text",
+    encode_batch_size: int = 4,
+    name: str = "s",
+    access: Access | None = None,
+    **order: int,
+) -> RowStream:
+    source = Source(path="", format=form, encode_batch_size=encode_batch_size)
+    reader = SourceReader(name, source, access or Access(name, Streaming()), shards=shards)
+    return RowStream(reader, Order(**{"seed": 0, "lanes": lanes, "window": 4, "open_parts": 2, **order}), lane, state)
 
 
 def rows_of_epoch(stream: RowStream, epoch: int) -> list[Row]:

@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from titan_loom.config import JobConfig, load_config
-from titan_loom.data.documents import Format, get_format
-from titan_loom.data.filters import REASONS, Filter, build_filter, kept_documents
-from titan_loom.data.holdout import Holdout, key_point
+from titan_loom.data.filters import REASONS
+from titan_loom.data.holdout import key_point
 from titan_loom.data.packs import Pack, is_pack, open_pack, verify
-from titan_loom.data.readers import Shard, open_rows
+from titan_loom.data.readers import Shard
 from titan_loom.data.retry import Access
-from titan_loom.data.sources import is_on_hub, list_parts, source_columns, source_settings
+from titan_loom.data.source_reader import SourceReader
+from titan_loom.data.sources import is_on_hub, list_parts, source_settings
 from titan_loom.data.tokenizer import Tokenizer, load_tokenizer
 from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
@@ -48,13 +48,8 @@ COPY_BYTES = 1 << 24
 class PartJob:
     """What every part of a source is made with."""
 
-    source_name: str
-    form: Format
-    columns: tuple[str, ...]
-    keep: Filter
-    access: Access
+    source: SourceReader
     tokenizer: Tokenizer
-    encode_batch_size: int
     dtype: str
     folder: Path
     """Of the unfinished pack's parts."""
@@ -140,13 +135,8 @@ def pack(config: JobConfig, name: str, out: Path, workers: int, key: str = "--ou
         parts = parts.counted(access)
     _start_folder(out, {"tokenizer": tokenizer.sha256, **origin}, key)
     job = PartJob(
-        source_name=name,
-        form=get_format(name, source.format),
-        columns=source_columns(name, source),
-        keep=build_filter(source, Holdout()),
-        access=access,
+        source=SourceReader(name, source, access),
         tokenizer=tokenizer,
-        encode_batch_size=source.encode_batch_size,
         dtype="<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4",
         folder=out / "parts",
     )
@@ -314,15 +304,9 @@ def make_part(job: PartJob, number: int, shard: Shard, count: Callable[[int], No
     filtered = [0] * len(REASONS)
     lengths, points = [], []
     tokens_file, documents_file = _part_files(job.folder, number)
-
-    source = f"data.sources.{job.source_name}"
-    stream = (
-        document
-        for row in open_rows(shard, 0, job.columns, job.access, job.form.texts)
-        for _, document in kept_documents(job.form, job.keep, row, source, filtered)
-    )
+    stream = (document for row in job.source.rows(shard) for _, document in job.source.documents(row, filtered))
     with open(tokens_file, "wb") as file:
-        while batch := list(islice(stream, job.encode_batch_size)):
+        while batch := list(islice(stream, job.source.encode_batch_size)):
             encoded = job.tokenizer.encode_batch([document.text for document in batch])
             tokens = np.concatenate(encoded, dtype=job.dtype, casting="unsafe")
             file.write(tokens)

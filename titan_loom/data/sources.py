@@ -131,12 +131,6 @@ def source_settings(source: Source) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in ("pack", "share", "encode_batch_size")}
 
 
-def source_columns(name: str, source: Source) -> tuple[str, ...]:
-    """The columns to read of the source called `name`, for its format and its filters."""
-    form = get_format(name, source.format)
-    return tuple(dict.fromkeys(form.columns + form.optional + filter_columns(source, form)))
-
-
 def find_parts(key: str, path: str, form: str) -> Parts:
     """The parts at `path`, unread. `key` is where `path` was given, `form` what a folder of several kinds is read
     as."""
@@ -267,9 +261,8 @@ def _check_columns(name: str, form: Format, part: Part, found: dict[str, str]) -
 
 
 def _check_filter_columns(name: str, source: Source, form: Format, part: Part, found: dict[str, str]) -> None:
-    for column in filter_columns(source, form):
+    for column, key in filter_columns(source, form).items():
         if column not in found:
-            key = "languages" if column == "language" else "license_column"
             raise UserError(
                 f"data.sources.{name}.{key} needs the column {column}, but {part.name} has {', '.join(sorted(found))}"
             )
