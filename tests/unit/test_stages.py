@@ -64,16 +64,6 @@ def test_any_step_is_known_at_once():
     assert all(mix.picks(step) == in_order[step] for step in steps)
 
 
-@pytest.mark.parametrize("unit", ["sequence", "step"])
-def test_tokens_before_a_step_are_those_of_all_picks_before_it(unit):
-    mix = mixer([(95, [0.3, 0.7]), (41, [1, 0]), (None, [0.5, 0.5])], batch=3, unit=unit)
-    totals = [0, 0]
-    for step in range(30):
-        assert mix.tokens_before(step) == totals
-        for source, tokens in mix.picks(step):
-            totals[source] += tokens
-
-
 @pytest.mark.parametrize("batch", [1, 8, 16])
 def test_two_thousand_sequences_are_75_and_25_percent_of_the_tokens_and_never_off_by_more_than_one(batch):
     seq_len = 4096

@@ -31,6 +31,7 @@ from titan_loom.data.rows import Order
 from titan_loom.data.source_reader import SourceReader
 from titan_loom.data.sources import Parts, list_sources, source_settings
 from titan_loom.data.tokenizer import Tokenizer
+from titan_loom.data.workers import leave_when_closed
 from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
 
@@ -95,7 +96,6 @@ class LaneLoader:
         plan = build_plan(data, tokenizer, **order)
         self._pin_memory = dataloader.pin_memory and torch.cuda.is_available()
         dataset = LaneDataset(plan, self._lanes, start_step, states)
-        # Workers read one end until the other is closed, be it by `close` or by the death of this process.
         worker_end, self._lifeline = multiprocessing.Pipe(duplex=False)
         start_worker = partial(_start_worker, worker_end, self._lifeline)
         self._items = _iterate(dataset, dataloader, len(self._lanes), start_worker)
@@ -259,18 +259,12 @@ def _identity(item: Any) -> Any:
 
 def _start_worker(worker_end: Connection, trainer_end: Connection, worker: int) -> None:
     trainer_end.close()  # a fork's copy would keep it open
-    threading.Thread(target=_leave_with_the_trainer, args=(worker_end,), daemon=True).start()
+    leave_when_closed(worker_end)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     # A scheduler signals every process of the job: the trainer still needs its workers while it saves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _leave_with_the_trainer(lifeline: Connection) -> None:
-    """The loader's own ways to stop a worker wait for what it is doing, and a read may wait for the network."""
-    lifeline.poll(None)  # nothing is ever sent
-    os._exit(0)
 
 
 def batch_digests(batch: Batch) -> list[bytes]:

@@ -77,16 +77,6 @@ class Mixer:
         picks = self.picks(step)
         return [picks[(position + step) % self._batch] for position in range(self._batch)]
 
-    def tokens_before(self, step: int) -> list[int]:
-        """Supervised tokens of each source in all steps before `step` (at most the last)."""
-        units = step * self._units_per_step
-        ends = [*self._begins[1:], units]
-        counts = [
-            stage.counts(max(0, min(end, units) - begin))
-            for stage, begin, end in zip(self._stages, self._begins, ends, strict=True)
-        ]
-        return [sum(by_stage) * self._unit_tokens for by_stage in zip(*counts, strict=True)]
-
     def shares(self, unit: int) -> list[Fraction]:
         """The shares in force at a unit."""
         return self._stage_at(unit)[0].shares()

@@ -120,8 +120,13 @@ def count_rows(part: Part, access: Access | None = None) -> int:
 
 def column_types(part: Part, access: Access | None = None) -> dict[str, str]:
     """Columns of a part and what they hold (`TEXT`, or the name of another type), with fields of structs as
-    `files.content`; empty when the part has no rows to tell from. Of jsonl the first row is looked at."""
-    return _READERS[part.kind].columns(part, access or _default_access(part))
+    `files.content`; empty when the part has no rows to tell from. Of jsonl the first row is looked at. Raises as
+    `open_rows` does."""
+    access = access or _default_access(part)
+    try:
+        return _READERS[part.kind].columns(part, access)
+    except DAMAGED as error:
+        raise _unreadable(part, access, error) from error
 
 
 def _unreadable(part: Part, access: Access, error: Exception, row: int | None = None) -> UserError | ReadError:

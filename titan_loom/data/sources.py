@@ -18,7 +18,7 @@ from titan_loom.data.documents import Format, get_format
 from titan_loom.data.filters import filter_columns, has_filters
 from titan_loom.data.languages import language_of
 from titan_loom.data.packs import is_pack, open_pack
-from titan_loom.data.readers import DAMAGED, TEXT, Part, Shard, column_types, count_rows
+from titan_loom.data.readers import TEXT, Part, Shard, column_types, count_rows
 from titan_loom.data.retry import Access
 from titan_loom.data.text_files import list_files
 from titan_loom.errors import UserError
@@ -110,7 +110,7 @@ def list_parts(name: str, source: Source, access: Access | None = None, commit: 
     # The footers of local tables are cheap to look at, those of a Hub dataset are not.
     looked_at = parts.parts if parts.kind == "parquet" and not parts.parts[0].is_remote else parts.parts[:1]
     for part in looked_at:
-        found = _columns_of(name, part, access)
+        found = column_types(part, access)
         if found:
             _check_columns(name, form, part, found)
             _check_filter_columns(name, source, form, part, found)
@@ -236,14 +236,6 @@ def _text_parts(root: Path, files: list[str]) -> list[Part]:
         )
         for run in runs
     ]
-
-
-def _columns_of(name: str, part: Part, access: Access) -> dict[str, str]:
-    try:
-        return column_types(part, access)
-    except DAMAGED as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"data.sources.{name}.path: {part.name} cannot be read as {part.kind} ({reason})") from error
 
 
 def _check_columns(name: str, form: Format, part: Part, found: dict[str, str]) -> None:
