@@ -19,8 +19,8 @@ def epoch_of_all_lanes(shards, lanes, epoch, **options):
     return [texts(rows_of_epoch(row_stream(shards, lane, lanes, **options), epoch)) for lane in range(lanes)]
 
 
-@pytest.mark.parametrize("rows", [[11], [5, 0, 9, 1], [4] * 8, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [0, 0, 1], [1] * 5])
-@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [[11], [5, 0, 9, 1], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [0, 0, 1]])
+@pytest.mark.parametrize("lanes", [1, 4])
 def test_every_row_comes_exactly_once_per_epoch(tmp_path, rows, lanes):
     expected = Counter(write_parts(tmp_path, rows))
     shards = shards_of(tmp_path, lanes)

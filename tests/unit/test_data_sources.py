@@ -170,8 +170,8 @@ def test_digest_changes_with_names_and_sizes(tmp_path):
     assert len(set(digests)) == 3
 
 
-@pytest.mark.parametrize("rows", [[10], [3, 10], [10, 0, 1], [1, 1, 1], [100, 1], [7, 8, 9]])
-@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [[10], [10, 0, 1], [100, 1], [7, 8, 9]])
+@pytest.mark.parametrize("lanes", [1, 3, 8])
 def test_shards_hold_every_row_once_and_every_lane_has_some(tmp_path, rows, lanes):
     write_parts(tmp_path, rows)
     shards = shards_of(tmp_path, lanes)

@@ -97,9 +97,7 @@ def test_a_resume_at_any_step_twice_in_a_row_is_exact(data, packing):
         assert second + third == expected[first : first + 5], first
 
 
-@pytest.mark.parametrize(
-    "layouts", [((0, 1), (2, 1), (1, 1)), ((2, 1), (0, 4), (0, 2)), ((1, 2), (2, 2), (4, 1)), ((0, 4), (1, 1), (2, 2))]
-)
+@pytest.mark.parametrize("layouts", [((2, 1), (0, 4), (1, 2)), ((0, 2), (4, 1), (2, 2))])
 def test_workers_and_ranks_may_change_at_every_resume(data, layouts):
     expected, _ = read(data, 15)
     found, states = [], None

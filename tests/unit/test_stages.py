@@ -55,15 +55,6 @@ def test_a_stage_shorter_than_a_sequence_may_be_passed_over():
     assert sources_of(mixer([(12, [1, 0, 0]), (3, [0, 1, 0]), (None, [0, 0, 1])]), 1) == [0, 0, 2, 2]
 
 
-def test_any_step_is_known_at_once():
-    stages = [(1000, [0.31, 0.69]), (777, [1, 0]), (None, [0.7, 0.3])]
-    steps = list(range(100))
-    in_order = [mixer(stages).picks(step) for step in steps]
-    mix = mixer(stages)
-    random.Random(0).shuffle(steps)
-    assert all(mix.picks(step) == in_order[step] for step in steps)
-
-
 @pytest.mark.parametrize("batch", [1, 8, 16])
 def test_two_thousand_sequences_are_75_and_25_percent_of_the_tokens_and_never_off_by_more_than_one(batch):
     seq_len = 4096

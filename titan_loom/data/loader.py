@@ -91,8 +91,12 @@ class LaneLoader:
         lanes_per_rank = data.lanes // dp_degree
         self._lanes = range(dp_rank * lanes_per_rank, (dp_rank + 1) * lanes_per_rank)
         states = {lane: state for lane, state in (lane_states or {}).items() if lane in self._lanes}
-        if start_step:
-            _check_states(states, self._lanes, data.lanes, start_step)
+        missing = [lane for lane in self._lanes if lane not in states]
+        if start_step and missing:
+            raise UserError(
+                f"data.lanes = {data.lanes}: the checkpoint of step {start_step} holds no state of lane {missing[0]}, "
+                "and each lane needs one"
+            )
         plan = build_plan(data, tokenizer, **order)
         self._pin_memory = dataloader.pin_memory and torch.cuda.is_available()
         dataset = LaneDataset(plan, self._lanes, start_step, states)
@@ -154,15 +158,6 @@ class Fetch(threading.Thread):
             self.batch = next(self._loader)
         except Exception as error:
             self.error = error
-
-
-def _check_states(states: dict[int, str], lanes: range, num_lanes: int, start_step: int) -> None:
-    for lane in lanes:
-        if lane not in states:
-            raise UserError(
-                f"data.lanes = {num_lanes}: the checkpoint of step {start_step} holds no state of lane {lane}, "
-                "and each lane needs one"
-            )
 
 
 def build_plan(

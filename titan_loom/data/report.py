@@ -107,7 +107,7 @@ def visible(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
 def stats(given: Given, documents: int) -> None:
     """Measure each source on its first documents in training order (0: on all of them, once)."""
     plan = _plan(given)
-    shares = plan.mixer.shares(0)
+    shares = plan.mixer.first_shares()
     table = Table("source", "documents", "tokens", "tokens a document", "bytes a token", "share", "filtered")
     for source, share in zip(plan.sources, shares, strict=True):
         num_documents, num_tokens, num_bytes, filtered = _measure(plan, source, documents or None)

@@ -112,8 +112,7 @@ def list_parts(name: str, source: Source, access: Access | None = None, commit: 
     for part in looked_at:
         found = column_types(part, access)
         if found:
-            _check_columns(name, form, part, found)
-            _check_filter_columns(name, source, form, part, found)
+            _check_columns(name, source, form, part, found)
     return parts
 
 
@@ -136,17 +135,13 @@ def find_parts(key: str, path: str, form: str) -> Parts:
     as."""
     found = f"{key} = {path!r}"
     if path.startswith("embedded:"):
-        return _embedded_parts(found, path)
+        if path not in embedded.NAMES:
+            raise UserError(f"{found} is not known: the embedded sources are {' and '.join(embedded.NAMES)}")
+        part = Part(kind="embedded", name=path, path=path, size=embedded.size(path), entries=embedded.row_names(path))
+        return Parts(kind="embedded", parts=(part,))
     if is_on_hub(path):
         raise UserError(f"{found} is no local file or folder; a dataset on the Hub can be a [data.sources.<name>] only")
     return _local_parts(found, path, form)
-
-
-def _embedded_parts(found: str, path: str) -> Parts:
-    if path not in embedded.NAMES:
-        raise UserError(f"{found} is not known: the embedded sources are {' and '.join(embedded.NAMES)}")
-    part = Part(kind="embedded", name=path, path=path, size=embedded.size(path), entries=embedded.row_names(path))
-    return Parts(kind="embedded", parts=(part,))
 
 
 def _pack_parts(key: str, path: str) -> Parts:
@@ -193,7 +188,7 @@ def _local_parts(found: str, given_path: str, form: str) -> Parts:
             by_kind[kind].append(file)
     kind = _choose_kind(found, form, by_kind)
     chosen = by_kind[kind]
-    parts = _text_parts(root, chosen) if kind == "text" else [_file_part(kind, root, file) for file in chosen]
+    parts = _text_parts(root, chosen) if kind == "text" else _table_parts(kind, root, chosen)
     return Parts(kind=kind, parts=tuple(parts), num_ignored=len(files) - len(chosen))
 
 
@@ -219,9 +214,8 @@ def _choose_kind(found: str, form: str, by_kind: dict[str, list[str]]) -> str:
     return tables[0]
 
 
-def _file_part(kind: str, root: Path, file: str) -> Part:
-    path = root / file
-    return Part(kind=kind, name=file, path=str(path), size=path.stat().st_size)
+def _table_parts(kind: str, root: Path, files: list[str]) -> list[Part]:
+    return [Part(kind=kind, name=file, path=str(root / file), size=os.path.getsize(root / file)) for file in files]
 
 
 def _text_parts(root: Path, files: list[str]) -> list[Part]:
@@ -231,14 +225,14 @@ def _text_parts(root: Path, files: list[str]) -> list[Part]:
             kind="text",
             name=f"{run[0]} .. {run[-1]}",
             path=str(root.resolve()),
-            size=sum((root / file).stat().st_size for file in run),
+            size=sum(os.path.getsize(root / file) for file in run),
             entries=tuple(run),
         )
         for run in runs
     ]
 
 
-def _check_columns(name: str, form: Format, part: Part, found: dict[str, str]) -> None:
+def _check_columns(name: str, source: Source, form: Format, part: Part, found: dict[str, str]) -> None:
     if missing := set(form.columns) - found.keys():
         raise UserError(
             f"data.sources.{name}.format = {form.name!r} needs the columns {', '.join(form.columns)}, but {part.name} "
@@ -250,9 +244,6 @@ def _check_columns(name: str, form: Format, part: Part, found: dict[str, str]) -
                 f"data.sources.{name}.format = {form.name!r} needs texts in the column {column}, but {part.name} has "
                 f"{kind} there"
             )
-
-
-def _check_filter_columns(name: str, source: Source, form: Format, part: Part, found: dict[str, str]) -> None:
     for column, key in filter_columns(source, form).items():
         if column not in found:
             raise UserError(
