@@ -17,7 +17,7 @@ from titan_loom import cli
 from titan_loom.config import Data, Dataloader, JobConfig, Model, Source, Training
 from titan_loom.config.job_config import Streaming
 from titan_loom.data import packing
-from titan_loom.data.holdout import Holdout
+from titan_loom.data.filters import Holdout
 from titan_loom.data.loader import LaneLoader, batch_digests, combine_digests, data_fingerprint
 from titan_loom.data.packing import make_packs, merge, pack
 from titan_loom.data.packs import check_pack, is_pack, open_pack, verify

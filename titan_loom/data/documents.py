@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from titan_loom.data.languages import language_of
+from titan_loom.data.text_files import language_of
 from titan_loom.errors import UserError
 
 MAX_CONTENT_CHARS = 200_000

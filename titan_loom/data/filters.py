@@ -2,15 +2,49 @@
 the holdout. A dropped document is counted once, under the first reason that applies.
 """
 
+import hashlib
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypeVar
+
+import numpy as np
 
 from titan_loom.config.job_config import Source
 from titan_loom.data.documents import Document, Format, Row
-from titan_loom.data.holdout import Holdout, key_point
 
 REASONS = ("languages", "min_chars", "max_chars", "licenses", "holdout")
 """Why a document is dropped, in the order that they are looked at: the names of the keys."""
+
+Point = TypeVar("Point", int, np.ndarray)
+
+_PURPOSE = b"titan_loom holdout\0"
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """Which documents a reader gets: those outside the holdout of `percent`, or with `inside` those in it.
+
+    A hash of a document's key decides, which depends on its content or name only (see `documents.Document.key`), so a
+    streamed source, its packs and every later reading of either hold out the same documents, and a larger percentage
+    holds out those of a smaller one and more.
+    """
+
+    percent: float = 0.0
+    inside: bool = False
+
+    def keeps(self, points: Point) -> Point:
+        """Whether documents at `points` (an int, or a uint64 array) are for this reader."""
+        # The percentage is read as the decimal fraction that it prints as, as shares are.
+        limit = int(Fraction(str(self.percent)) * 2**64 / 100)
+        return (points < limit) == self.inside
+
+
+def key_point(key: str) -> int:
+    """Where `key` lies in the range of 64 bits: uniform over keys, the same on every machine."""
+    # A lone surrogate, which JSON may hold, has no UTF-8.
+    digest = hashlib.sha256(_PURPOSE + key.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little")
 
 
 class Filter:

@@ -22,7 +22,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_loom.config.job_config import Data, Dataloader, Training
-from titan_loom.data.holdout import Holdout
+from titan_loom.data.filters import Holdout
 from titan_loom.data.lanes import LaneDataset, LanePlan, LaneStep
 from titan_loom.data.mixing import Mixer
 from titan_loom.data.packs import check_pack, open_pack

@@ -28,8 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from titan_loom.config import JobConfig, load_config
-from titan_loom.data.filters import REASONS
-from titan_loom.data.holdout import key_point
+from titan_loom.data.filters import REASONS, key_point
 from titan_loom.data.packs import Pack, is_pack, open_pack, verify
 from titan_loom.data.readers import Shard
 from titan_loom.data.retry import Access

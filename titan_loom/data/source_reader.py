@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from titan_loom.config.job_config import Source
 from titan_loom.data.documents import Document, Row, get_format
-from titan_loom.data.filters import Filter, filter_columns
-from titan_loom.data.holdout import Holdout
+from titan_loom.data.filters import Filter, Holdout, filter_columns
 from titan_loom.data.packs import Pack
 from titan_loom.data.readers import Shard, open_rows
 from titan_loom.data.retry import Access

@@ -16,11 +16,10 @@ from titan_loom.config.job_config import Data, Source, Streaming
 from titan_loom.data import embedded
 from titan_loom.data.documents import Format, get_format
 from titan_loom.data.filters import filter_columns, has_filters
-from titan_loom.data.languages import language_of
 from titan_loom.data.packs import is_pack, open_pack
 from titan_loom.data.readers import TEXT, Part, Shard, column_types, count_rows
 from titan_loom.data.retry import Access
-from titan_loom.data.text_files import list_files
+from titan_loom.data.text_files import language_of, list_files
 from titan_loom.errors import UserError
 
 FILES_PER_PART = 256

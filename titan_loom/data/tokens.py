@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_loom.data.documents import Document
-from titan_loom.data.filters import REASONS, describe_counts
-from titan_loom.data.holdout import Holdout
+from titan_loom.data.filters import REASONS, Holdout, describe_counts
 from titan_loom.data.packs import Pack
 from titan_loom.data.rows import Order, RowState, RowStream
 from titan_loom.data.source_reader import SourceReader
