@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tests.hub_server import fineweb_parts
-from tests.unit.data_corpus import write_corpus, write_parquet
+from tests.unit.data_corpus import TOKENIZER, read, write_corpus, write_parquet
 from titan_loom import cli
-from titan_loom.config import Data, Dataloader, JobConfig, Model, Source, Training
+from titan_loom.config import Data, JobConfig, Model, Source, Training
 from titan_loom.config.job_config import Streaming
 from titan_loom.data import packing
 from titan_loom.data.filters import Holdout
-from titan_loom.data.loader import LaneLoader, batch_digests, combine_digests, data_fingerprint
+from titan_loom.data.loader import data_fingerprint
 from titan_loom.data.packing import make_packs, merge, pack
 from titan_loom.data.packs import check_pack, is_pack, open_pack, verify
 from titan_loom.data.retry import Access
@@ -29,8 +29,6 @@ from titan_loom.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titan_loom.data.tokens import read_pack
 from titan_loom.data.train_tokenizer import train
 from titan_loom.errors import UserError
-
-TOKENIZER = load_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -243,20 +241,6 @@ def test_a_pack_stream_goes_on_from_any_state(packs):
             found = next(again)
             assert found.row_state == document.row_state
             np.testing.assert_array_equal(found.tokens, document.tokens)
-
-
-def read(data, steps, *, degree=1, workers=0, start_step=0, lane_states=None):
-    digests, states = [[] for _ in range(steps)], {}
-    for rank in range(degree):
-        order = {"seed": 0, "seq_len": 48, "global_batch_size": 8, "steps": 99, "total_tokens": None}
-        options = {"dp_rank": rank, "dp_degree": degree, "start_step": start_step, "lane_states": lane_states}
-        loader = LaneLoader(data, Dataloader(num_workers=workers), TOKENIZER, **order, **options)
-        for step in range(steps):
-            batch = next(loader)
-            digests[step] += batch_digests(batch)
-        states |= batch.lane_states
-        loader.close()
-    return [combine_digests(rows) for rows in digests], states
 
 
 @pytest.mark.parametrize("packing", ["stream", "first_fit"])

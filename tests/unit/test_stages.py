@@ -4,20 +4,17 @@ import random
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from itertools import islice
 
 import numpy as np
 import pytest
 
-from tests.unit.data_corpus import write_corpus
-from titan_loom.config import Data, Dataloader, JobConfig, Source, Stage, Training, load_config, to_toml
+from tests.unit.data_corpus import BATCH, SEQ_LEN, TOKENIZER, loader, read, write_corpus
+from titan_loom.config import Data, JobConfig, Source, Stage, Training, load_config, to_toml
 from titan_loom.config.checks import check
-from titan_loom.data.loader import LaneLoader, batch_digests, combine_digests, data_fingerprint
+from titan_loom.data.loader import data_fingerprint
 from titan_loom.data.mixing import Mixer
-from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.errors import UserError
-
-TOKENIZER = load_tokenizer()
-SEQ_LEN, BATCH = 32, 8
 
 
 def mixer(stages, *, seq_len=10, batch=4, total=None, unit="sequence"):
@@ -128,31 +125,15 @@ def data(tmp_path) -> Data:
     return Data(lanes=4, window=4, sources=sources, stages=stages)
 
 
-def read(data, num_steps, *, degree=1, **options):
-    digests, sources, states = [[] for _ in range(num_steps)], [[] for _ in range(num_steps)], {}
-    for rank in range(degree):
-        order = {"seed": 0, "seq_len": SEQ_LEN, "global_batch_size": BATCH, "steps": 999, "total_tokens": None}
-        loader = LaneLoader(data, Dataloader(), TOKENIZER, **order, dp_rank=rank, dp_degree=degree, **options)
-        for step in range(num_steps):
-            batch = next(loader)
-            digests[step] += batch_digests(batch)
-            sources[step] += batch.sources.tolist()
-        states |= batch.lane_states
-    return (
-        [combine_digests(rows) for rows in digests],
-        [np.bincount(rows, minlength=2).tolist() for rows in sources],
-        states,
-    )
-
-
 def test_a_resume_at_just_before_and_just_after_a_change_is_exact(data):
-    expected, counts, _ = read(data, 14)
+    expected, _ = read(data, 14)
+    counts = [np.bincount(batch.sources, minlength=2).tolist() for batch in islice(loader(data), 14)]
     # The boundary lies 3 tokens into the sixth step, so its first sequence is still the first stage's.
     assert counts == [[4, 4]] * 5 + [[1, 7]] + [[0, 8]] * 2 + [[5, 3]] + [[6, 2]] * 5
     for first in (4, 5, 6, 7, 8, 9, 10):
-        _, _, states = read(data, first, degree=2)
-        second, _, states = read(data, 1, start_step=first, lane_states=states)
-        third, _, _ = read(data, 3, degree=4, start_step=first + 1, lane_states=states)
+        _, states = read(data, first, degree=2)
+        second, states = read(data, 1, start_step=first, lane_states=states)
+        third, _ = read(data, 3, degree=4, start_step=first + 1, lane_states=states)
         assert second + third == expected[first : first + 4], first
 
 
