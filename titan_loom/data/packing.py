@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
@@ -231,10 +231,12 @@ def _part_files(folder: Path, number: int) -> tuple[Path, Path]:
 
 
 def _make_parts(job: PartJob, shards: tuple[Shard, ...], workers: int) -> None:
-    """Make the parts that are not there yet, in `workers` processes."""
-    left = [number for number in range(len(shards)) if not _marker(job.folder, number).exists()]
+    """Make the parts that are not there yet, in `workers` processes which take the next one in turn."""
+    left = [(number, shard) for number, shard in enumerate(shards) if not _marker(job.folder, number).exists()]
     if len(left) < len(shards):
         logger.info(f"{len(shards) - len(left)} of {len(shards)} parts are there already")
+    for number, _ in left:
+        _part_files(job.folder, number)[0].unlink(missing_ok=True)
     # Not fork: this process has threads of pyarrow and tokenizers.
     context = multiprocessing.get_context("spawn")
     worker_end, lifeline = context.Pipe(duplex=False)
@@ -246,13 +248,16 @@ def _make_parts(job: PartJob, shards: tuple[Shard, ...], workers: int) -> None:
     ):
         # Inherited: Ctrl-C is for this process, which then ends the others.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        making = [pool.submit(make_part, job, number, shards[number]) for number in left]
+        running = {pool.submit(_make_next_parts, job, left) for _ in range(min(workers, len(left)))}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        task = progress.add_task("parts", total=len(shards), completed=len(shards) - len(left))
+        task = progress.add_task("parts", total=len(shards))
         try:
-            for made in as_completed(making):
-                made.result()
-                progress.advance(task)
+            while running:
+                ended, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                for worker in ended:
+                    worker.result()
+                missing = sum(not _marker(job.folder, number).exists() for number, _ in left)
+                progress.update(task, completed=len(shards) - missing)
         except BrokenProcessPool as error:
             raise RunError(
                 "a process that packs has ended; finished parts are kept, start the command again"
@@ -262,6 +267,16 @@ def _make_parts(job: PartJob, shards: tuple[Shard, ...], workers: int) -> None:
 def _start_worker(worker_end: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     leave_when_closed(worker_end)
+
+
+def _make_next_parts(job: PartJob, parts: list[tuple[int, Shard]]) -> None:
+    """Make those of `parts` that no other worker has begun."""
+    for number, shard in parts:
+        try:
+            _part_files(job.folder, number)[0].touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        make_part(job, number, shard)
 
 
 def make_part(job: PartJob, number: int, shard: Shard) -> None:
