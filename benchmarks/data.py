@@ -164,7 +164,7 @@ def lane(source: Source) -> Iterator[np.ndarray]:
     plan = build_plan(data, load_tokenizer(), **order)
     stream = open_stream(plan, plan.sources[0], 0)
     while True:
-        yield stream.read(SEQ_LEN)
+        yield stream.read_row(SEQ_LEN)[0]
         stream.state()
 
 

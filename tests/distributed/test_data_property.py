@@ -14,13 +14,10 @@ import numpy as np
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.unit.data_corpus import memory_parts, memory_text, row_stream
 from titan_loom.config.job_config import Data, Dataloader, Source
-from titan_loom.data import first_fit, readers
-from titan_loom.data.documents import get_format
+from titan_loom.data import first_fit
 from titan_loom.data.loader import LaneLoader, batch_digests, combine_digests
-from titan_loom.data.readers import Part
-from titan_loom.data.retry import Access
-from titan_loom.data.rows import RowStream
 from titan_loom.data.sources import Parts
 from titan_loom.data.tokenizer import EOS_ID, load_tokenizer
 
@@ -29,24 +26,6 @@ TOKENIZER = load_tokenizer()
 SEQ_LEN = 12
 NAME = "s"
 LOOK_AHEAD = 5  # so that rows are filled long before the end of an epoch
-
-
-def text_of(part: int, row: int) -> str:
-    return f"{part}.{row}" + " word" * ((part + row) % 4 * 4)
-
-
-def memory_rows(part, start, stop, columns, access):
-    """Rows that cost nothing: what is tried here is everything between a reader and a batch."""
-    rows = range(start, int(part.path) if stop is None else stop)
-    return ({"text": text_of(int(part.name), row)} for row in rows)
-
-
-readers._READERS["memory"] = readers._Reader(memory_rows, lambda part, access: int(part.path), lambda *_: {"text"})
-
-
-def make_parts(rows_of_parts: list[int]) -> Parts:
-    parts = [Part(kind="memory", name=str(i), path=str(rows), size=rows) for i, rows in enumerate(rows_of_parts)]
-    return Parts(kind="memory", parts=tuple(parts), rows=tuple(rows_of_parts))
 
 
 @st.composite
@@ -119,24 +98,10 @@ def rows_of_chunks(stream: list[np.ndarray], num_rows: int) -> list[list]:
     return rows
 
 
-def row_stream(parts: Parts, data: Data, data_seed: int, lane: int) -> RowStream:
-    return RowStream(
-        shards=parts.shards(data.lanes),
-        seed=data_seed,
-        source_name=NAME,
-        lane=lane,
-        lanes=data.lanes,
-        window=data.window,
-        open_parts=data.open_parts,
-        columns=get_format(NAME, "text").columns,
-        access=Access(NAME, data.streaming),
-    )
-
-
 @patch.object(first_fit, "LOOK_AHEAD", LOOK_AHEAD)
 def check(run) -> None:
     rows, data, data_seed, stretches = run
-    parts = make_parts(rows)
+    parts = memory_parts(rows)
     num_steps = sum(steps for steps, _ in stretches)
     expected, expected_rows = read(parts, data, data_seed, [(num_steps, (1, 0))])
     found, found_rows = read(parts, data, data_seed, stretches)
@@ -148,7 +113,8 @@ def check(run) -> None:
     epochs: list[Counter] = [Counter(), Counter()]
     for lane in range(data.lanes):
         texts = []
-        for row, (epoch, *_) in row_stream(parts, data, data_seed, lane):
+        order = {"seed": data_seed, "window": data.window, "open_parts": data.open_parts}
+        for row, (epoch, *_) in row_stream(parts.shards(data.lanes), lane, data.lanes, **order, name=NAME):
             if epoch > 1 and len(texts) * 2 > num_tokens:
                 break
             texts.append(row["text"])
@@ -162,7 +128,7 @@ def check(run) -> None:
             stream = np.concatenate(documents)[: num_steps * SEQ_LEN + 1].tolist()
             labels = [label for _, labels, _ in expected_rows[lane] for label in labels]
             assert labels == stream[1:]
-    source = Counter(text_of(part, row) for part, count in enumerate(rows) for row in range(count))
+    source = Counter(memory_text(part, row) for part, count in enumerate(rows) for row in range(count))
     assert epochs == [source, source]
 
 

@@ -6,10 +6,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from titan_loom.config import Data, Dataloader, Source
-from titan_loom.data.documents import FORMATS
-from titan_loom.data.filters import REASONS, build_filter, count_by_reason, kept_documents
-from titan_loom.data.holdout import Holdout
+from titan_loom.config.job_config import Streaming
+from titan_loom.data.filters import REASONS, count_by_reason
 from titan_loom.data.loader import LaneLoader
+from titan_loom.data.retry import Access
+from titan_loom.data.source_reader import SourceReader
 from titan_loom.data.sources import list_parts
 from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.errors import UserError
@@ -26,8 +27,8 @@ ROW = {"repo_path": "me/tool", "files": FILES, "licenses": ["MIT", "Apache-2.0"]
 def keep(form="repository", row=ROW, **keys):
     """First letters of the contents that are kept, and how many are dropped by reason."""
     filtered = [0] * len(REASONS)
-    found = kept_documents(FORMATS[form], build_filter(Source(**keys), Holdout()), row, "data.sources.s", filtered)
-    letters = "".join(document.text.rstrip()[-1] for _, document in found)
+    reader = SourceReader("s", Source(format=form, **keys), Access("s", Streaming()))
+    letters = "".join(document.text.rstrip()[-1] for _, document in reader.documents(row, filtered))
     return letters, count_by_reason(["s"], filtered).get("s", {})
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.data_corpus import write_corpus
 from titan_loom.config import Data, JobConfig, Source
-from titan_loom.data.holdout import Holdout, key_point
+from titan_loom.data.filters import Holdout, key_point
 from titan_loom.data.lanes import open_stream
 from titan_loom.data.loader import build_plan
 from titan_loom.data.packing import pack

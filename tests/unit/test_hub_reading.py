@@ -75,12 +75,11 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault.values())))
-def test_rows_are_those_of_the_file_whatever_happens(hub, part, texts, fault, times):
-    injected = hub.fault("resolve", after=2, times=times, **fault)
+def test_rows_are_those_of_the_file_whatever_happens(hub, part, texts, fault):
+    injected = hub.fault("resolve", after=2, times=2, **fault)
     assert read(part) == texts
-    assert injected.hits == times
+    assert injected.hits == 2
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault.values())))

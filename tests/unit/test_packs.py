@@ -12,20 +12,23 @@ import numpy as np
 import pytest
 
 from tests.hub_server import fineweb_parts
-from tests.unit.data_corpus import write_corpus, write_parquet
+from tests.unit.data_corpus import TOKENIZER, read, write_corpus, write_parquet
 from titan_loom import cli
-from titan_loom.config import Data, Dataloader, JobConfig, Model, Source, Training
+from titan_loom.config import Data, JobConfig, Model, Source, Training
+from titan_loom.config.job_config import Streaming
 from titan_loom.data import packing
-from titan_loom.data.holdout import Holdout
-from titan_loom.data.loader import LaneLoader, batch_digests, combine_digests, data_fingerprint
+from titan_loom.data.filters import Holdout
+from titan_loom.data.loader import data_fingerprint
 from titan_loom.data.packing import make_packs, merge, pack
-from titan_loom.data.packs import PackStream, check_pack, is_pack, open_pack, verify
+from titan_loom.data.packs import check_pack, is_pack, open_pack, verify
+from titan_loom.data.retry import Access
+from titan_loom.data.rows import Order
+from titan_loom.data.source_reader import SourceReader
 from titan_loom.data.sources import list_parts
 from titan_loom.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
+from titan_loom.data.tokens import read_pack
 from titan_loom.data.train_tokenizer import train
 from titan_loom.errors import UserError
-
-TOKENIZER = load_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +63,8 @@ def texts_of(pack):
 
 
 def stream(pack, lane=0, lanes=1, seed=0, state=None, holdout=None):
-    return PackStream(
-        pack=pack, holdout=holdout or Holdout(), seed=seed, source_name="s", lane=lane, lanes=lanes, start=state
-    )
+    source = SourceReader("s", Source(path=pack.path), Access("s", Streaming()), holdout=holdout, pack=pack)
+    return read_pack(source, Order(seed=seed, lanes=lanes, window=1, open_parts=1), lane, state)
 
 
 def epoch_of(stream, epoch=0):
@@ -105,7 +107,8 @@ def test_an_unfinished_pack_goes_on_with_what_is_there(packs, corpus, tmp_path, 
 
     def make_some(job, shards, workers):
         for number in range(0, len(shards), 3):
-            packing.make_part(job, number, shards[number], made.append)
+            packing.make_part(job, number, shards[number])
+            made.append(number)
         (job.folder / "000001.tokens").write_bytes(b"half a part")
         raise KeyboardInterrupt
 
@@ -203,7 +206,7 @@ def test_a_pack_of_something_else_is_refused_before_a_run(packs, corpus, tmp_pat
 def test_a_packed_dataset_is_asked_for_once(hub, tmp_path, monkeypatch):
     def make_parts(job, shards, workers):
         for number, shard in enumerate(shards):
-            packing.make_part(job, number, shard, lambda num_tokens: None)
+            packing.make_part(job, number, shard)
 
     hub.commit("Owner/corpus", fineweb_parts(2, 6, seed=0, row_group_size=4))
     monkeypatch.setattr(packing, "_make_parts", make_parts)
@@ -218,9 +221,10 @@ def test_a_packed_dataset_is_asked_for_once(hub, tmp_path, monkeypatch):
         make_packs(with_pack(config, "s", tmp_path / "pack", revision="other"))
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 7, 500])
+@pytest.mark.parametrize("lanes", [1, 2, 7, 60])
 def test_every_document_comes_once_an_epoch_in_a_new_order(packs, lanes):
     expected = Counter(text + "<|eos|>" for text in texts_of(packs["prose"]))
+    assert 7 < expected.total() < 60
     orders = [[epoch_of(stream(packs["prose"], lane, lanes), epoch) for lane in range(lanes)] for epoch in (0, 1)]
     for order in orders:
         assert Counter(text for lane in order for text in lane) == expected
@@ -233,23 +237,10 @@ def test_a_pack_stream_goes_on_from_any_state(packs):
     expected = [next(reference) for _ in range(packs["prose"].num_documents + 5)]
     for start in range(0, len(expected) - 3, 4):
         again = stream(packs["prose"], 1, 2, state=json.loads(json.dumps(expected[start].row_state)))
-        assert again.state() == expected[start].row_state
         for document in expected[start : start + 3]:
-            np.testing.assert_array_equal(next(again).tokens, document.tokens)
-
-
-def read(data, steps, *, degree=1, workers=0, start_step=0, lane_states=None):
-    digests, states = [[] for _ in range(steps)], {}
-    for rank in range(degree):
-        order = {"seed": 0, "seq_len": 48, "global_batch_size": 8, "steps": 99, "total_tokens": None}
-        options = {"dp_rank": rank, "dp_degree": degree, "start_step": start_step, "lane_states": lane_states}
-        loader = LaneLoader(data, Dataloader(num_workers=workers), TOKENIZER, **order, **options)
-        for step in range(steps):
-            batch = next(loader)
-            digests[step] += batch_digests(batch)
-        states |= batch.lane_states
-        loader.close()
-    return [combine_digests(rows) for rows in digests], states
+            found = next(again)
+            assert found.row_state == document.row_state
+            np.testing.assert_array_equal(found.tokens, document.tokens)
 
 
 @pytest.mark.parametrize("packing", ["stream", "first_fit"])
@@ -379,4 +370,4 @@ def test_a_mistake_is_one_sentence(packs, corpus, monkeypatch, capsys, argv, sen
 
 def test_an_empty_side_of_the_holdout_is_an_error_and_not_a_hang(packs):
     with pytest.raises(UserError, match=r"data\.sources\.s\.path gives no documents"):
-        stream(packs["prose"], holdout=Holdout(0.0, inside=True))
+        next(stream(packs["prose"], holdout=Holdout(0.0, inside=True)))

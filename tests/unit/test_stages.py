@@ -4,20 +4,17 @@ import random
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from itertools import islice
 
 import numpy as np
 import pytest
 
-from tests.unit.data_corpus import write_corpus
-from titan_loom.config import Data, Dataloader, JobConfig, Source, Stage, Training, load_config, to_toml
+from tests.unit.data_corpus import BATCH, SEQ_LEN, TOKENIZER, loader, read, write_corpus
+from titan_loom.config import Data, JobConfig, Source, Stage, Training, load_config, to_toml
 from titan_loom.config.checks import check
-from titan_loom.data.loader import LaneLoader, batch_digests, combine_digests, data_fingerprint
+from titan_loom.data.loader import data_fingerprint
 from titan_loom.data.mixing import Mixer
-from titan_loom.data.tokenizer import load_tokenizer
 from titan_loom.errors import UserError
-
-TOKENIZER = load_tokenizer()
-SEQ_LEN, BATCH = 32, 8
 
 
 def mixer(stages, *, seq_len=10, batch=4, total=None, unit="sequence"):
@@ -53,25 +50,6 @@ def test_each_stage_is_mixed_as_a_run_of_its_own():
 
 def test_a_stage_shorter_than_a_sequence_may_be_passed_over():
     assert sources_of(mixer([(12, [1, 0, 0]), (3, [0, 1, 0]), (None, [0, 0, 1])]), 1) == [0, 0, 2, 2]
-
-
-def test_any_step_is_known_at_once():
-    stages = [(1000, [0.31, 0.69]), (777, [1, 0]), (None, [0.7, 0.3])]
-    steps = list(range(100))
-    in_order = [mixer(stages).picks(step) for step in steps]
-    mix = mixer(stages)
-    random.Random(0).shuffle(steps)
-    assert all(mix.picks(step) == in_order[step] for step in steps)
-
-
-@pytest.mark.parametrize("unit", ["sequence", "step"])
-def test_tokens_before_a_step_are_those_of_all_picks_before_it(unit):
-    mix = mixer([(95, [0.3, 0.7]), (41, [1, 0]), (None, [0.5, 0.5])], batch=3, unit=unit)
-    totals = [0, 0]
-    for step in range(30):
-        assert mix.tokens_before(step) == totals
-        for source, tokens in mix.picks(step):
-            totals[source] += tokens
 
 
 @pytest.mark.parametrize("batch", [1, 8, 16])
@@ -147,31 +125,15 @@ def data(tmp_path) -> Data:
     return Data(lanes=4, window=4, sources=sources, stages=stages)
 
 
-def read(data, num_steps, *, degree=1, **options):
-    digests, sources, states = [[] for _ in range(num_steps)], [[] for _ in range(num_steps)], {}
-    for rank in range(degree):
-        order = {"seed": 0, "seq_len": SEQ_LEN, "global_batch_size": BATCH, "steps": 999, "total_tokens": None}
-        loader = LaneLoader(data, Dataloader(), TOKENIZER, **order, dp_rank=rank, dp_degree=degree, **options)
-        for step in range(num_steps):
-            batch = next(loader)
-            digests[step] += batch_digests(batch)
-            sources[step] += batch.sources.tolist()
-        states |= batch.lane_states
-    return (
-        [combine_digests(rows) for rows in digests],
-        [np.bincount(rows, minlength=2).tolist() for rows in sources],
-        states,
-    )
-
-
 def test_a_resume_at_just_before_and_just_after_a_change_is_exact(data):
-    expected, counts, _ = read(data, 14)
+    expected, _ = read(data, 14)
+    counts = [np.bincount(batch.sources, minlength=2).tolist() for batch in islice(loader(data), 14)]
     # The boundary lies 3 tokens into the sixth step, so its first sequence is still the first stage's.
     assert counts == [[4, 4]] * 5 + [[1, 7]] + [[0, 8]] * 2 + [[5, 3]] + [[6, 2]] * 5
     for first in (4, 5, 6, 7, 8, 9, 10):
-        _, _, states = read(data, first, degree=2)
-        second, _, states = read(data, 1, start_step=first, lane_states=states)
-        third, _, _ = read(data, 3, degree=4, start_step=first + 1, lane_states=states)
+        _, states = read(data, first, degree=2)
+        second, states = read(data, 1, start_step=first, lane_states=states)
+        third, _ = read(data, 3, degree=4, start_step=first + 1, lane_states=states)
         assert second + third == expected[first : first + 4], first
 
 

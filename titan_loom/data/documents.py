@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from titan_loom.data.languages import language_of
+from titan_loom.data.text_files import language_of
 from titan_loom.errors import UserError
 
 MAX_CONTENT_CHARS = 200_000
@@ -60,7 +60,7 @@ class Format:
             for document in self.documents(row):
                 if isinstance(document, str):
                     document = Document(document, document, len(document), row.get("language"), row)
-                yield document if _has_utf8(document.text) else document._replace(text=_replaced(document.text))
+                yield document._replace(text=_valid(document.text))
         except KeyError as error:
             raise UserError(f"{source}: a row lacks the column {error}, which format {self.name!r} needs") from error
 
@@ -134,16 +134,12 @@ def _file_documents(repository: str | None, file: Row, key: str | None) -> Itera
         yield Document(text, key or text, len(content), language, file)
 
 
-def _has_utf8(text: str) -> bool:
+def _valid(text: str) -> str:
     try:
         text.encode()
+        return text
     except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _replaced(text: str) -> str:
-    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
+        return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def _is_blank(text: str | None) -> bool:

@@ -2,52 +2,84 @@
 the holdout. A dropped document is counted once, under the first reason that applies.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypeVar
+
+import numpy as np
 
 from titan_loom.config.job_config import Source
 from titan_loom.data.documents import Document, Format, Row
-from titan_loom.data.holdout import Holdout, key_point
 
 REASONS = ("languages", "min_chars", "max_chars", "licenses", "holdout")
 """Why a document is dropped, in the order that they are looked at: the names of the keys."""
 
+Point = TypeVar("Point", int, np.ndarray)
+
+_PURPOSE = b"titan_loom holdout\0"
+
 
 @dataclass(frozen=True)
+class Holdout:
+    """Which documents a reader gets: those outside the holdout of `percent`, or with `inside` those in it.
+
+    A hash of a document's key decides, which depends on its content or name only (see `documents.Document.key`), so a
+    streamed source, its packs and every later reading of either hold out the same documents, and a larger percentage
+    holds out those of a smaller one and more.
+    """
+
+    percent: float = 0.0
+    inside: bool = False
+
+    def keeps(self, points: Point) -> Point:
+        """Whether documents at `points` (an int, or a uint64 array) are for this reader."""
+        # The percentage is read as the decimal fraction that it prints as, as shares are.
+        limit = int(Fraction(str(self.percent)) * 2**64 / 100)
+        return (points < limit) == self.inside
+
+
+def key_point(key: str) -> int:
+    """Where `key` lies in the range of 64 bits: uniform over keys, the same on every machine."""
+    # A lone surrogate, which JSON may hold, has no UTF-8.
+    digest = hashlib.sha256(_PURPOSE + key.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
 class Filter:
-    """The filters of one source.
+    """The filters of `source`, for a reader on one side of `holdout`.
 
     Names of languages and licences are compared without regard to case. A document of unknown language or licence is
     dropped when that is filtered, and one with several licences unless all are allowed.
     """
 
-    languages: frozenset[str] = frozenset()
-    min_chars: int = 0
-    max_chars: int | None = None
-    licenses: frozenset[str] = frozenset()
-    license_column: str = "license"
-    holdout: Holdout = field(default_factory=Holdout)
+    def __init__(self, source: Source, holdout: Holdout):
+        self.holdout = holdout
+        self._source = source
+        self._languages = {name.lower() for name in source.languages}
+        self._licenses = {name.lower() for name in source.licenses}
 
     def reason(self, document: Document, row: Row) -> int | None:
         """The number in `REASONS` of why `document` of `row` is dropped; None when it is kept."""
-        if self.languages and _lower(document.language) not in self.languages:
+        min_chars, max_chars = self._source.min_chars, self._source.max_chars
+        if self._languages and _lower(document.language) not in self._languages:
             return 0
-        if document.num_chars < self.min_chars:
+        if document.num_chars < min_chars:
             return 1
-        if self.max_chars is not None and document.num_chars > self.max_chars:
+        if max_chars is not None and document.num_chars > max_chars:
             return 2
-        if self.licenses and not self._has_allowed_license(document, row):
+        if self._licenses and not self._has_allowed_license(document, row):
             return 3
         if (self.holdout.percent or self.holdout.inside) and not self.holdout.keeps(key_point(document.key)):
             return 4
         return None
 
     def _has_allowed_license(self, document: Document, row: Row) -> bool:
-        column, _, leaf = self.license_column.partition(".")
+        column, _, leaf = self._source.license_column.partition(".")
         found = document.fields.get(leaf) if leaf else row.get(column)
         names = found if isinstance(found, list) else [found]
-        return bool(names) and all(_lower(name) in self.licenses for name in names)
+        return bool(names) and all(_lower(name) in self._licenses for name in names)
 
 
 def _lower(name: Any) -> str:
@@ -55,46 +87,19 @@ def _lower(name: Any) -> str:
     return name.lower() if isinstance(name, str) else ""
 
 
-def kept_documents(
-    form: Format, keep: Filter, row: Row, source: str, filtered: list[int], first: int = 0
-) -> Iterator[tuple[int, Document]]:
-    """(number in the row, document) of what `keep` lets through, from document `first` of the row on; `filtered` counts
-    the others as they are met."""
-    for number, document in enumerate(form.read(row, source)):
-        if number < first:
-            continue
-        reason = keep.reason(document, row)
-        if reason is None:
-            yield number, document
-        else:
-            filtered[reason] += 1
-
-
-def build_filter(source: Source, holdout: Holdout) -> Filter:
-    """The filter that `source` describes, for a reader on one side of `holdout`."""
-    return Filter(
-        languages=frozenset(name.lower() for name in source.languages),
-        min_chars=source.min_chars,
-        max_chars=source.max_chars,
-        licenses=frozenset(name.lower() for name in source.licenses),
-        license_column=source.license_column,
-        holdout=holdout,
-    )
-
-
 def has_filters(source: Source) -> bool:
     """Whether `source` leaves out any document besides the holdout."""
     return bool(source.languages or source.min_chars or source.max_chars is not None or source.licenses)
 
 
-def filter_columns(source: Source, form: Format) -> tuple[str, ...]:
-    """Columns that the filters of `source` need, in addition to those that its format needs."""
-    columns = []
+def filter_columns(source: Source, form: Format) -> dict[str, str]:
+    """Columns that the filters of `source` need besides those of its format, each with the key that asks for it."""
+    columns = {}
     if source.languages and not {"language", "files.language"} & set(form.optional):  # those are guessed from the name
-        columns.append("language")
+        columns["language"] = "languages"
     if source.licenses:
-        columns.append(source.license_column)
-    return tuple(columns)
+        columns[source.license_column] = "license_column"
+    return columns
 
 
 def describe_counts(filtered: Sequence[int]) -> str:
@@ -104,8 +109,7 @@ def describe_counts(filtered: Sequence[int]) -> str:
 
 def count_by_reason(source_names: list[str], counts: list[int]) -> dict[str, dict[str, int]]:
     """Counts of all reasons, source after source, as a table of those that are not 0."""
-    table = {}
-    for i, name in enumerate(source_names):
-        of_source = zip(REASONS, counts[i * len(REASONS) : (i + 1) * len(REASONS)], strict=True)
-        table[name] = {reason: count for reason, count in of_source if count}
-    return {name: reasons for name, reasons in table.items() if reasons}
+    counted = iter(counts)
+    table = {name: {reason: next(counted) for reason in REASONS} for name in source_names}
+    found = {name: {reason: count for reason, count in reasons.items() if count} for name, reasons in table.items()}
+    return {name: reasons for name, reasons in found.items() if reasons}

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_loom.data.rows import RowState
-from titan_loom.data.tokens import NO_COUNTS, Counts, TokenisedDocument
+from titan_loom.data.tokens import NO_COUNTS, Counts, PackState, TokenisedDocument
 
 LOOK_AHEAD = 64
 
-FirstFitState = tuple[RowState, int, int, list[int]]
+FirstFitState = tuple[RowState | PackState, int, int, list[int]]
 """(state before the row, document in the row, chunk in the document) of the oldest chunk that no row has, and how many
 chunks after it those are that rows have."""
 
@@ -46,9 +46,9 @@ class FirstFitStream:
         self,
         documents: Iterator[TokenisedDocument],
         state: FirstFitState,
+        filtered: Counts = NO_COUNTS,
         *,
         seq_len: int,
-        filtered: Counts = NO_COUNTS,
     ):
         self._start = state
         self._filtered = tuple(filtered)

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from fsspec.utils import glob_translate
@@ -31,8 +31,6 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from titan_loom.data.retry import Access, Transient, first_line
 from titan_loom.errors import ReadError, UserError
-
-T = TypeVar("T")
 
 MAX_REQUEST_BYTES = 4 << 20
 TRIES_TO_CONNECT = 3
@@ -118,17 +116,10 @@ class Dataset:
         found = f"{self._key}.path = {self._path!r}"
         tries = 0
 
-        def read(response: Any, deadline: float) -> tuple[Any, str | None]:
-            body = b"".join(_chunks(response, deadline))
-            try:
-                return parse(body), response.links.get("next", {}).get("url")
-            except ValueError as error:
-                raise Transient(f"the answer cannot be read ({error})", wrong=True) from error
-
-        def attempt() -> Any:
+        def attempt() -> tuple[Any, str | None]:
             nonlocal tries
             try:
-                return _request(url, {}, self._access.streaming.read_timeout_seconds, read)
+                body, next_page = _request(url, self._access)
             except Transient as error:
                 tries += 1
                 if error.unreachable and tries >= TRIES_TO_CONNECT:
@@ -137,6 +128,10 @@ class Dataset:
                         f"({error}): check the network, or {_OFFLINE}"
                     ) from error
                 raise
+            try:
+                return parse(body), next_page
+            except ValueError as error:
+                raise Transient(f"the answer cannot be read ({error})", wrong=True) from error
 
         try:
             return self._access.attempt(f"{what} of {self._path}", attempt)
@@ -249,52 +244,54 @@ class HubFile(io.RawIOBase):
         return len(data)
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        expected = f"bytes {start}-{stop - 1}/{self._size}"
-
-        def read_range(response: Any, deadline: float) -> bytes:
-            found = response.headers.get("content-range")
-            if response.status_code != 206 or found != expected:
-                raise Transient(
-                    f"the answer to a request for {expected} has status {response.status_code} and range {found}",
-                    wrong=True,
-                )
-            body = b"".join(_chunks(response, deadline))
-            if len(body) != stop - start:
-                raise Transient(f"{len(body)} bytes came instead of {stop - start}", wrong=True)
-            return body
-
-        def attempt() -> bytes:
-            headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-            return _request(self._url, headers, self._access.streaming.read_timeout_seconds, read_range)
-
         try:
-            return self._access.attempt(self._name, attempt)
+            found = self._access.attempt(
+                self._name, lambda: _request(self._url, self._access, (start, stop, self._size))
+            )
         except (HfHubHTTPError, OfflineModeIsEnabled) as error:
             raise ReadError(self._access.name, self._name, first_line(error)) from error
+        return found[0]
 
 
-def _request(url: str, headers: dict[str, str], seconds: float, read: Callable[[Any, float], T]) -> T:
-    """GET `url` and return `read(response, deadline)`.
+def _request(url: str, access: Access, span: tuple[int, int, int] | None = None) -> tuple[bytes, str | None]:
+    """GET `url`, or of `span` (start, stop, size of the file) the bytes from start to stop: the body, and the address
+    of the next page.
 
     Raises Transient for what may pass, HfHubHTTPError for what will not.
     """
+    seconds = access.streaming.read_timeout_seconds
     deadline = time.monotonic() + seconds
+    headers = build_hf_headers()
+    if span is not None:
+        headers |= {"Range": f"bytes={span[0]}-{span[1] - 1}", "Accept-Encoding": "identity"}
     try:
-        with get_session().stream("GET", url, headers=build_hf_headers() | headers, timeout=seconds) as response:
-            status = response.status_code
-            if status in (408, 429) or status >= 500:
-                raise Transient(f"status {status}", retry_after=_retry_after(response.headers.get("retry-after")))
-            if status == 416:  # every range that is asked for lies within the listed size
-                raise Transient("the answer says that the file is shorter than listed (status 416)", wrong=True)
-            if status >= 400:
-                response.read()
-                hf_raise_for_status(response)
-            return read(response, deadline)
+        with get_session().stream("GET", url, headers=headers, timeout=seconds) as response:
+            _check_answer(response, span)
+            body = b"".join(_chunks(response, deadline))
+            next_page = response.links.get("next", {}).get("url")
     except HfHubHTTPError:
         raise
     except HTTPError as error:
         name = type(error).__name__
         raise Transient(f"{name}: {first_line(error)}", unreachable=name == "ConnectError") from error
+    if span is not None and len(body) != span[1] - span[0]:
+        raise Transient(f"{len(body)} bytes came instead of {span[1] - span[0]}", wrong=True)
+    return body, next_page
+
+
+def _check_answer(response: Any, span: tuple[int, int, int] | None) -> None:
+    status, headers = response.status_code, response.headers
+    if status in (408, 429) or status >= 500:
+        raise Transient(f"status {status}", retry_after=_retry_after(headers.get("retry-after")))
+    if status == 416:  # every range that is asked for lies within the listed size
+        raise Transient("the answer says that the file is shorter than listed (status 416)", wrong=True)
+    if status >= 400:
+        response.read()
+        hf_raise_for_status(response)
+    if span is not None:
+        expected, found = f"bytes {span[0]}-{span[1] - 1}/{span[2]}", headers.get("content-range")
+        if status != 206 or found != expected:
+            raise Transient(f"the answer to a request for {expected} has status {status} and range {found}", wrong=True)
 
 
 def _card_data(body: bytes) -> dict[str, Any]:

@@ -12,48 +12,26 @@ from typing import Literal, NamedTuple
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from titan_loom.data.documents import Format
-from titan_loom.data.filters import Filter
 from titan_loom.data.first_fit import FirstFitState, FirstFitStream
 from titan_loom.data.mixing import Mixer
-from titan_loom.data.packs import Pack, PackStream
-from titan_loom.data.readers import Shard
-from titan_loom.data.retry import Access
-from titan_loom.data.rows import RowState, RowStream
+from titan_loom.data.rows import Order, RowStream
 from titan_loom.data.sequences import SequenceState, SequenceStream
+from titan_loom.data.source_reader import SourceReader
 from titan_loom.data.tokenizer import PAD_ID, Tokenizer
-from titan_loom.data.tokens import NO_COUNTS, Counts, TokenStream
+from titan_loom.data.tokens import NO_COUNTS, Counts, read_pack, tokenise
 from titan_loom.errors import ReadError, UserError
 
 IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneSource:
-    """A source as the lanes read it."""
-
-    name: str
-    shards: tuple[Shard, ...]
-    form: Format
-    columns: tuple[str, ...]
-    keep: Filter
-    encode_batch_size: int
-    access: Access
-    pack: Pack | None = None
-    """Documents that are tokenised already; the fields about rows are then not used."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class LanePlan:
     """What all lanes of a run have in common."""
 
-    sources: tuple[LaneSource, ...]
+    sources: tuple[SourceReader, ...]
     mixer: Mixer
     tokenizer: Tokenizer
-    seed: int
-    lanes: int
-    window: int
-    open_parts: int
+    order: Order
     rows_per_lane: int
     seq_len: int
     packing: Literal["stream", "first_fit"]
@@ -93,15 +71,15 @@ class Lane:
         self._index = index
         saved = json.loads(state) if state else {"step": step, "sources": {}, "filtered": {}}
         self._step: int = saved["step"]
-        self._streams = [
-            open_stream(
+        self._streams = {
+            source.name: open_stream(
                 plan, source, index, saved["sources"].get(source.name), saved["filtered"].get(source.name, NO_COUNTS)
             )
             for source in plan.sources
-        ]
+        }
 
     def next_step(self) -> LaneStep:
-        plan = self._plan
+        plan, streams = self._plan, list(self._streams.values())
         first = self._index * plan.rows_per_lane
         picks = plan.mixer.positions(self._step)[first : first + plan.rows_per_lane]
         shape = plan.rows_per_lane, plan.seq_len
@@ -110,33 +88,37 @@ class Lane:
         read_before = self._read_seconds()
         for row, (source, num_tokens) in enumerate(picks):
             start = 0
-            for chunk in self._streams[source].read_row(num_tokens) if num_tokens else ():
+            for chunk in streams[source].read_row(num_tokens) if num_tokens else ():
                 stop = start + len(chunk) - 1
                 inputs[row, start:stop], labels[row, start:stop] = chunk[:-1], chunk[1:]
                 positions[row, start:stop] = np.arange(stop - start)
                 start = stop
             positions[row, start:] = np.arange(plan.seq_len - start)
         self._step += 1
-        sources = np.array([source for source, _ in picks])
-        filtered = np.array([stream.filtered for stream in self._streams], dtype=np.int64)
-        read_seconds = self._read_seconds() - read_before
-        positions = positions if plan.packing == "first_fit" else None
-        return LaneStep(self._index, inputs, labels, positions, sources, self.state(), filtered, read_seconds)
+        return LaneStep(
+            lane=self._index,
+            inputs=inputs,
+            labels=labels,
+            positions=positions if plan.packing == "first_fit" else None,
+            sources=np.array([source for source, _ in picks]),
+            state=self.state(),
+            filtered=np.array([stream.filtered for stream in streams], dtype=np.int64),
+            read_seconds=self._read_seconds() - read_before,
+        )
 
     def _read_seconds(self) -> np.ndarray:
         return np.array([source.access.seconds for source in self._plan.sources])
 
     def state(self) -> str:
         # Text, because plain objects that change in place are passed on wrongly between worker and trainer.
-        streams = {source.name: stream for source, stream in zip(self._plan.sources, self._streams, strict=True)}
-        positions = {name: stream.state() for name, stream in streams.items()}
-        filtered = {name: stream.filtered for name, stream in streams.items()}
+        positions = {name: stream.state() for name, stream in self._streams.items()}
+        filtered = {name: stream.filtered for name, stream in self._streams.items()}
         return json.dumps({"step": self._step, "sources": positions, "filtered": filtered})
 
 
 def open_stream(
     plan: LanePlan,
-    source: LaneSource,
+    source: SourceReader,
     lane: int,
     state: SequenceState | FirstFitState | None = None,
     filtered: Counts = NO_COUNTS,
@@ -144,50 +126,17 @@ def open_stream(
     """The rows of tokens of one source in one lane, from its start or from a state on."""
     row_state, document, *inside = state or (None, 0)
     if source.pack is not None:
-        documents = PackStream(
-            pack=source.pack,
-            holdout=source.keep.holdout,
-            seed=plan.seed,
-            source_name=source.name,
-            lane=lane,
-            lanes=plan.lanes,
-            start=row_state,
-        )
-        row_state = documents.state()
+        row_state = row_state or (0, 0)
+        documents = read_pack(source, plan.order, lane, row_state)
     else:
-        rows = open_row_stream(plan, source, lane, row_state)
-        documents = TokenStream(
-            rows=rows,
-            form=source.form,
-            keep=source.keep,
-            tokenizer=plan.tokenizer,
-            encode_batch_size=source.encode_batch_size,
-            first_document=document,
-            filtered=filtered,
-        )
+        rows = RowStream(source, plan.order, lane, row_state)
         row_state = rows.state()
+        documents = tokenise(rows, plan.tokenizer, document, filtered)
     if plan.packing == "first_fit":
         chunk, taken = inside or (0, [])
-        return FirstFitStream(documents, (row_state, document, chunk, taken), seq_len=plan.seq_len, filtered=filtered)
+        return FirstFitStream(documents, (row_state, document, chunk, taken), filtered, seq_len=plan.seq_len)
     (token,) = inside or (0,)
     return SequenceStream(documents, (row_state, document, token), filtered)
-
-
-def open_row_stream(plan: LanePlan, source: LaneSource, lane: int, state: RowState | None = None) -> RowStream:
-    """The rows of one source in one lane."""
-    return RowStream(
-        shards=source.shards,
-        seed=plan.seed,
-        source_name=source.name,
-        lane=lane,
-        lanes=plan.lanes,
-        window=plan.window,
-        open_parts=plan.open_parts,
-        columns=source.columns,
-        access=source.access,
-        texts=source.form.texts,
-        start=state,
-    )
 
 
 class LaneDataset(IterableDataset):

@@ -22,15 +22,16 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_loom.config.job_config import Data, Dataloader, Training
-from titan_loom.data.documents import get_format
-from titan_loom.data.filters import build_filter
-from titan_loom.data.holdout import Holdout
-from titan_loom.data.lanes import LaneDataset, LanePlan, LaneSource, LaneStep
+from titan_loom.data.filters import Holdout
+from titan_loom.data.lanes import LaneDataset, LanePlan, LaneStep
 from titan_loom.data.mixing import Mixer
 from titan_loom.data.packs import check_pack, open_pack
 from titan_loom.data.retry import Access
-from titan_loom.data.sources import Parts, list_sources, source_columns, source_settings
+from titan_loom.data.rows import Order
+from titan_loom.data.source_reader import SourceReader
+from titan_loom.data.sources import Parts, list_sources, source_settings
 from titan_loom.data.tokenizer import Tokenizer
+from titan_loom.data.workers import leave_when_closed
 from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
 
@@ -90,12 +91,15 @@ class LaneLoader:
         lanes_per_rank = data.lanes // dp_degree
         self._lanes = range(dp_rank * lanes_per_rank, (dp_rank + 1) * lanes_per_rank)
         states = {lane: state for lane, state in (lane_states or {}).items() if lane in self._lanes}
-        if start_step:
-            _check_states(states, self._lanes, data.lanes, start_step)
+        missing = [lane for lane in self._lanes if lane not in states]
+        if start_step and missing:
+            raise UserError(
+                f"data.lanes = {data.lanes}: the checkpoint of step {start_step} holds no state of lane {missing[0]}, "
+                "and each lane needs one"
+            )
         plan = build_plan(data, tokenizer, **order)
         self._pin_memory = dataloader.pin_memory and torch.cuda.is_available()
         dataset = LaneDataset(plan, self._lanes, start_step, states)
-        # Workers read one end until the other is closed, be it by `close` or by the death of this process.
         worker_end, self._lifeline = multiprocessing.Pipe(duplex=False)
         start_worker = partial(_start_worker, worker_end, self._lifeline)
         self._items = _iterate(dataset, dataloader, len(self._lanes), start_worker)
@@ -156,15 +160,6 @@ class Fetch(threading.Thread):
             self.error = error
 
 
-def _check_states(states: dict[int, str], lanes: range, num_lanes: int, start_step: int) -> None:
-    for lane in lanes:
-        if lane not in states:
-            raise UserError(
-                f"data.lanes = {num_lanes}: the checkpoint of step {start_step} holds no state of lane {lane}, "
-                "and each lane needs one"
-            )
-
-
 def build_plan(
     data: Data,
     tokenizer: Tokenizer,
@@ -184,22 +179,20 @@ def build_plan(
         holdout: read the documents that are held out in place of the others.
         listing: what `list_sources` found, if it was called before: ranks share one.
     """
-    mixer = Mixer(
-        _stages(data),
-        seq_len=seq_len,
-        global_batch_size=global_batch_size,
-        total_tokens=total_tokens,
-        steps=steps,
-        unit=data.mix_unit,
-    )
+    listing = listing or list_sources(data)
+    side = Holdout(data.holdout_percent, holdout)
     return LanePlan(
-        sources=_lane_sources(data, Holdout(data.holdout_percent, holdout), listing or list_sources(data)),
-        mixer=mixer,
+        sources=tuple(_open_source(data, name, side, listing[name]) for name in data.sources),
+        mixer=Mixer(
+            _stages(data),
+            seq_len=seq_len,
+            global_batch_size=global_batch_size,
+            total_tokens=total_tokens,
+            steps=steps,
+            unit=data.mix_unit,
+        ),
         tokenizer=tokenizer,
-        seed=seed,
-        lanes=data.lanes,
-        window=data.window,
-        open_parts=data.open_parts,
+        order=Order(seed=seed, lanes=data.lanes, window=data.window, open_parts=data.open_parts),
         rows_per_lane=global_batch_size // data.lanes,
         seq_len=seq_len,
         packing=data.packing,
@@ -213,33 +206,18 @@ def _stages(data: Data) -> list[tuple[int | None, list[float]]]:
     return [(stage.tokens, [stage.shares.get(name, 0.0) for name in data.sources]) for stage in data.stages]
 
 
-def _lane_sources(data: Data, holdout: Holdout, listing: dict[str, Parts]) -> tuple[LaneSource, ...]:
-    sources = []
-    for name, source in data.sources.items():
-        parts = listing[name]
-        pack, shards = None, ()
-        if parts.kind == "pack":
-            pack = open_pack(f"data.sources.{name}.path", parts.parts[0].path)
-            found = f"{pack.num_documents:,} documents, {pack.num_tokens:,} tokens in {pack.path}"
-        else:
-            shards = parts.shards(data.lanes)
-            ignored = f", {parts.num_ignored:,} other files ignored" if parts.num_ignored else ""
-            found = f"{len(parts.parts):,} parts in {len(shards):,} shards for {data.lanes} lanes{ignored}"
-        of = "the holdout of " if holdout.inside else ""
-        logger.info(f"Data source {name}: {of}{source.path} ({parts.kind}), {found}")
-        sources.append(
-            LaneSource(
-                name=name,
-                shards=shards,
-                form=get_format(name, source.format),
-                columns=source_columns(name, source),
-                keep=build_filter(source, holdout),
-                encode_batch_size=source.encode_batch_size,
-                access=Access(name, data.streaming),
-                pack=pack,
-            )
-        )
-    return tuple(sources)
+def _open_source(data: Data, name: str, holdout: Holdout, parts: Parts) -> SourceReader:
+    source, access = data.sources[name], Access(name, data.streaming)
+    of = "the holdout of " if holdout.inside else ""
+    found = f"Data source {name}: {of}{source.path} ({parts.kind}),"
+    if parts.kind == "pack":
+        pack = open_pack(f"data.sources.{name}.path", parts.parts[0].path)
+        logger.info(f"{found} {pack.num_documents:,} documents, {pack.num_tokens:,} tokens in {pack.path}")
+        return SourceReader(name, source, access, holdout=holdout, pack=pack)
+    shards = parts.shards(data.lanes)
+    ignored = f", {parts.num_ignored:,} other files ignored" if parts.num_ignored else ""
+    logger.info(f"{found} {len(parts.parts):,} parts in {len(shards):,} shards for {data.lanes} lanes{ignored}")
+    return SourceReader(name, source, access, holdout=holdout, shards=shards)
 
 
 def _iterate(
@@ -276,18 +254,12 @@ def _identity(item: Any) -> Any:
 
 def _start_worker(worker_end: Connection, trainer_end: Connection, worker: int) -> None:
     trainer_end.close()  # a fork's copy would keep it open
-    threading.Thread(target=_leave_with_the_trainer, args=(worker_end,), daemon=True).start()
+    leave_when_closed(worker_end)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     # A scheduler signals every process of the job: the trainer still needs its workers while it saves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _leave_with_the_trainer(lifeline: Connection) -> None:
-    """The loader's own ways to stop a worker wait for what it is doing, and a read may wait for the network."""
-    lifeline.poll(None)  # nothing is ever sent
-    os._exit(0)
 
 
 def batch_digests(batch: Batch) -> list[bytes]:
@@ -312,16 +284,12 @@ def data_fingerprint(
     may be extended.
     """
     listing = listing or list_sources(data)
+    keys = ("lanes", "window", "open_parts", "mix_unit", "packing", "holdout_percent")
     fingerprint: dict[str, Any] = {
         "debug.seed": seed,
         "training.global_batch_size": training.global_batch_size,
         "training.seq_len": training.seq_len,
-        "data.lanes": data.lanes,
-        "data.window": data.window,
-        "data.open_parts": data.open_parts,
-        "data.mix_unit": data.mix_unit,
-        "data.packing": data.packing,
-        "data.holdout_percent": data.holdout_percent,
+        **{f"data.{key}": getattr(data, key) for key in keys},
         "data.stages": _describe_stages(data),
         "data.sources": ", ".join(data.sources),
         "tokenizer": tokenizer.sha256,

@@ -77,19 +77,10 @@ class Mixer:
         picks = self.picks(step)
         return [picks[(position + step) % self._batch] for position in range(self._batch)]
 
-    def tokens_before(self, step: int) -> list[int]:
-        """Supervised tokens of each source in all steps before `step` (at most the last)."""
-        units = step * self._units_per_step
-        ends = [*self._begins[1:], units]
-        counts = [
-            stage.counts(max(0, min(end, units) - begin))
-            for stage, begin, end in zip(self._stages, self._begins, ends, strict=True)
-        ]
-        return [sum(by_stage) * self._unit_tokens for by_stage in zip(*counts, strict=True)]
-
-    def shares(self, unit: int) -> list[Fraction]:
-        """The shares in force at a unit."""
-        return self._stage_at(unit)[0].shares()
+    def first_shares(self) -> list[Fraction]:
+        """The shares at the start of the run."""
+        weights = self._stages[0].weights
+        return [Fraction(weight, sum(weights)) for weight in weights]
 
     def _stage_at(self, unit: int) -> tuple["_Stage", int]:
         """The stage of a unit and its first unit. Of stages that begin at the same unit, the last."""
@@ -135,19 +126,16 @@ class _Stage:
     """The credit scheduler over the units of one stage, counted from its first."""
 
     def __init__(self, shares: Sequence[float]):
-        self._weights = integer_weights(shares)
-        self._period = sum(self._weights)
+        self.weights = integer_weights(shares)
+        self._period = sum(self.weights)
         self._order: list[int] = []
-        self._credits = [0] * len(self._weights)
-
-    def shares(self) -> list[Fraction]:
-        return [Fraction(weight, self._period) for weight in self._weights]
+        self._credits = [0] * len(self.weights)
 
     def source(self, unit: int) -> int:
         """The source of a full unit, from the order of one period, which grows as it is asked for."""
         unit %= self._period
         while len(self._order) <= unit:
-            self._credits = [credit + weight for credit, weight in zip(self._credits, self._weights, strict=True)]
+            self._credits = [credit + weight for credit, weight in zip(self._credits, self.weights, strict=True)]
             source = self._credits.index(max(self._credits))
             self._credits[source] -= self._period
             self._order.append(source)
@@ -158,15 +146,15 @@ class _Stage:
         periods, rest = divmod(units, self._period)
         if rest:
             self.source(rest - 1)
-        return [weight * periods + self._order[:rest].count(source) for source, weight in enumerate(self._weights)]
+        return [weight * periods + self._order[:rest].count(source) for source, weight in enumerate(self.weights)]
 
     def neediest(self, consumed: list[int], tokens: int, sources: Sequence[int]) -> int:
         """Which of `sources` is furthest behind its share of `tokens`."""
-        return max(sources, key=lambda source: self._weights[source] * tokens - self._period * consumed[source])
+        return max(sources, key=lambda source: self.weights[source] * tokens - self._period * consumed[source])
 
     def targets(self, total_tokens: int) -> list[int]:
         """Tokens of each source: its share of the total, by largest remainder where that is no whole number."""
-        exact = [divmod(weight * total_tokens, self._period) for weight in self._weights]
+        exact = [divmod(weight * total_tokens, self._period) for weight in self.weights]
         targets = [whole for whole, _ in exact]
         by_remainder = sorted(range(len(exact)), key=lambda source: -exact[source][1])
         for source in by_remainder[: total_tokens - sum(targets)]:

@@ -13,12 +13,13 @@ import os
 import shutil
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from titan_loom.config import JobConfig, load_config
-from titan_loom.data.documents import Format, get_format
-from titan_loom.data.filters import REASONS, Filter, build_filter, kept_documents
-from titan_loom.data.holdout import Holdout, key_point
+from titan_loom.data.filters import REASONS, key_point
 from titan_loom.data.packs import Pack, is_pack, open_pack, verify
-from titan_loom.data.readers import Shard, open_rows
+from titan_loom.data.readers import Shard
 from titan_loom.data.retry import Access
-from titan_loom.data.sources import is_on_hub, list_parts, source_columns, source_settings
+from titan_loom.data.source_reader import SourceReader
+from titan_loom.data.sources import is_on_hub, list_parts, source_settings
 from titan_loom.data.tokenizer import Tokenizer, load_tokenizer
-from titan_loom.errors import ReadError, UserError
+from titan_loom.data.workers import leave_when_closed
+from titan_loom.errors import RunError, UserError
 from titan_loom.tools.logging import logger
 
 NUM_PARTS = 32
@@ -48,13 +49,8 @@ COPY_BYTES = 1 << 24
 class PartJob:
     """What every part of a source is made with."""
 
-    source_name: str
-    form: Format
-    columns: tuple[str, ...]
-    keep: Filter
-    access: Access
+    source: SourceReader
     tokenizer: Tokenizer
-    encode_batch_size: int
     dtype: str
     folder: Path
     """Of the unfinished pack's parts."""
@@ -140,13 +136,8 @@ def pack(config: JobConfig, name: str, out: Path, workers: int, key: str = "--ou
         parts = parts.counted(access)
     _start_folder(out, {"tokenizer": tokenizer.sha256, **origin}, key)
     job = PartJob(
-        source_name=name,
-        form=get_format(name, source.format),
-        columns=source_columns(name, source),
-        keep=build_filter(source, Holdout()),
-        access=access,
+        source=SourceReader(name, source, access),
         tokenizer=tokenizer,
-        encode_batch_size=source.encode_batch_size,
         dtype="<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4",
         folder=out / "parts",
     )
@@ -241,94 +232,65 @@ def _part_files(folder: Path, number: int) -> tuple[Path, Path]:
 
 def _make_parts(job: PartJob, shards: tuple[Shard, ...], workers: int) -> None:
     """Make the parts that are not there yet, in `workers` processes which take the next one in turn."""
-    left = [number for number in range(len(shards)) if not _marker(job.folder, number).exists()]
+    left = [(number, shard) for number, shard in enumerate(shards) if not _marker(job.folder, number).exists()]
     if len(left) < len(shards):
         logger.info(f"{len(shards) - len(left)} of {len(shards)} parts are there already")
+    for number, _ in left:
+        _part_files(job.folder, number)[0].unlink(missing_ok=True)
     # Not fork: this process has threads of pyarrow and tokenizers.
     context = multiprocessing.get_context("spawn")
-    next_part, tokens = context.Value("q", 0), context.Value("q", 0)
-    errors = context.SimpleQueue()
-    arguments = (job, [(number, shards[number]) for number in left], next_part, tokens, errors)
-    # Daemons: an exception here, Ctrl-C too, ends them.
-    processes = [context.Process(target=_work, args=arguments, daemon=True) for _ in range(min(workers, len(left)))]
-    # Inherited: Ctrl-C is for this process, which then ends the others; here it only waits.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    for process in processes:
-        process.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    with _progress_bar() as progress:
-        task = progress.add_task("parts", total=len(shards), tokens="")
-        running = list(processes)
-        while running:
-            wait([process.sentinel for process in running], timeout=0.2)
-            running = [process for process in running if process.exitcode is None]
-            if not errors.empty():
-                raise errors.get()
-            if any(process.exitcode for process in processes):
-                raise RuntimeError("a process that packs has ended; finished parts are kept, start the command again")
-            done = len(shards) - sum(not _marker(job.folder, number).exists() for number in left)
-            progress.update(task, completed=done, tokens=f"{tokens.value:,} tokens")
-
-
-def _progress_bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[tokens]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(file=sys.stderr),
-    )
-
-
-def _work(job: PartJob, parts: list[tuple[int, Shard]], next_part: Any, tokens: Any, errors: Any) -> None:
-    """A worker process."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-
-    def count(num_tokens: int) -> None:
-        with tokens.get_lock():
-            tokens.value += num_tokens
-
-    while True:
-        with next_part.get_lock():
-            number, next_part.value = next_part.value, next_part.value + 1
-        if number >= len(parts):
-            return
+    worker_end, lifeline = context.Pipe(duplex=False)
+    columns = TextColumn("parts"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with (
+        ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(worker_end,)) as pool,
+        lifeline,  # closed first, whatever happens: nobody waits for the parts that are being made
+        Progress(*columns, console=Console(file=sys.stderr)) as progress,
+    ):
+        # Inherited: Ctrl-C is for this process, which then ends the others.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        running = {pool.submit(_make_next_parts, job, left) for _ in range(min(workers, len(left)))}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        task = progress.add_task("parts", total=len(shards))
         try:
-            make_part(job, *parts[number], count)
-        except (UserError, ReadError) as error:
-            errors.put(error)
-            return
+            while running:
+                ended, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                for worker in ended:
+                    worker.result()
+                missing = sum(not _marker(job.folder, number).exists() for number, _ in left)
+                progress.update(task, completed=len(shards) - missing)
+        except BrokenProcessPool as error:
+            raise RunError(
+                "a process that packs has ended; finished parts are kept, start the command again"
+            ) from error
 
 
-def _leave_with_parent() -> None:
-    """A killed parent cannot end its daemons."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
+def _start_worker(worker_end: Connection) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    leave_when_closed(worker_end)
 
 
-def make_part(job: PartJob, number: int, shard: Shard, count: Callable[[int], None]) -> None:
-    """Tokenise the documents of `shard` into the files of part `number`; `count` is told of tokens as they are made."""
+def _make_next_parts(job: PartJob, parts: list[tuple[int, Shard]]) -> None:
+    """Make those of `parts` that no other worker has begun."""
+    for number, shard in parts:
+        try:
+            _part_files(job.folder, number)[0].touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        make_part(job, number, shard)
+
+
+def make_part(job: PartJob, number: int, shard: Shard) -> None:
+    """Tokenise the documents of `shard` into the files of part `number`."""
     filtered = [0] * len(REASONS)
     lengths, points = [], []
     tokens_file, documents_file = _part_files(job.folder, number)
-
-    source = f"data.sources.{job.source_name}"
-    stream = (
-        document
-        for row in open_rows(shard, 0, job.columns, job.access, job.form.texts)
-        for _, document in kept_documents(job.form, job.keep, row, source, filtered)
-    )
+    stream = (document for row in job.source.rows(shard) for _, document in job.source.documents(row, filtered))
     with open(tokens_file, "wb") as file:
-        while batch := list(islice(stream, job.encode_batch_size)):
+        while batch := list(islice(stream, job.source.encode_batch_size)):
             encoded = job.tokenizer.encode_batch([document.text for document in batch])
-            tokens = np.concatenate(encoded, dtype=job.dtype, casting="unsafe")
-            file.write(tokens)
+            file.write(np.concatenate(encoded, dtype=job.dtype, casting="unsafe"))
             lengths += map(len, encoded)
             points += [key_point(document.key) for document in batch]
-            count(len(tokens))
         os.fsync(file.fileno())
     np.save(documents_file, np.array([lengths, points], dtype="<u8"))
     aside = _marker(job.folder, number).with_suffix(".writing")

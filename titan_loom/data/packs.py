@@ -8,27 +8,19 @@ what is held out is decided when it is read, by the same rule as for a stream.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import InitVar, asdict, dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from titan_loom.data.holdout import Holdout
 from titan_loom.data.tokenizer import Tokenizer
-from titan_loom.data.tokens import NO_COUNTS, TokenisedDocument
 from titan_loom.errors import UserError
-from titan_loom.tools.random import permutation
 
 METADATA = "metadata.json"
 FORMAT = "titan_loom pack 1"
 
-PackState = tuple[int, int]
-"""(epoch, place in the lane's documents of that epoch)."""
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Pack:
     """What `metadata.json` says of the pack in folder `path`. Cheap to pass to workers: each maps the files itself."""
 
@@ -50,7 +42,11 @@ class Pack:
 
     def array(self, name: str) -> np.ndarray:
         """`tokens`, `starts` (documents + 1, int64) or `points` (uint64), from the memory map."""
-        return _array(f"{self.path}/{name}.bin", {"tokens": self.dtype, "starts": "<i8", "points": "<u8"}[name])
+        path, dtype = f"{self.path}/{name}.bin", {"tokens": self.dtype, "starts": "<i8", "points": "<u8"}[name]
+        if not os.path.getsize(path):
+            return np.empty(0, dtype)
+        # Slices of a memmap are memmaps, which cost several times as much to make as those of a plain array.
+        return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
 
     def file_sizes(self) -> dict[str, int]:
         """Bytes that each file must have."""
@@ -70,12 +66,6 @@ class Pack:
         fields = {name: value for name, value in asdict(self).items() if name != "path"}
         aside.write_text(json.dumps({"format": FORMAT, **fields}, indent=2) + "\n", "utf-8")
         aside.rename(Path(self.path) / METADATA)
-
-
-@lru_cache
-def _array(path: str, dtype: str) -> np.ndarray:
-    # Slices of a memmap are memmaps, which cost several times as much to make as those of a plain array.
-    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) if Path(path).stat().st_size else np.empty(0, dtype)
 
 
 def is_pack(path: str) -> bool:
@@ -124,63 +114,3 @@ def verify(pack: Pack) -> None:
         with open(f"{pack.path}/{name}", "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected:
                 raise UserError(f"pack {pack.path!r} is damaged: the checksum of {name} is not the one in {METADATA}")
-
-
-@dataclass(kw_only=True, eq=False)
-class PackStream:
-    """Endless iterator over the documents of one lane: in every epoch each document comes once, over all lanes, in an
-    order drawn from (seed, source, epoch).
-
-    The tokens are views of the memory map. The state is (epoch, place); a stream built with it goes on there. An
-    epoch's order is drawn at once, which takes some 30 bytes a document while it is.
-
-    Raises UserError when there is no document for this reader.
-    """
-
-    pack: Pack
-    holdout: Holdout
-    seed: int
-    source_name: str
-    lane: int
-    lanes: int
-    start: InitVar[PackState | None] = None
-
-    def __post_init__(self, start: PackState | None):
-        self._tokens, self._starts = self.pack.array("tokens"), self.pack.array("starts")
-        self._start_epoch(*(start or (0, 0)))
-
-    def state(self) -> PackState:
-        """The position of the next document."""
-        return self._epoch, self._place
-
-    def __iter__(self) -> Iterator[TokenisedDocument]:
-        return self
-
-    def __next__(self) -> TokenisedDocument:
-        while self._place == len(self._order):
-            self._start_epoch(self._epoch + 1, 0)
-        document, state = self._order[self._place], (self._epoch, self._place)
-        self._place += 1
-        return TokenisedDocument(self._tokens[self._starts[document] : self._starts[document + 1]], state, 0, NO_COUNTS)
-
-    def _start_epoch(self, epoch: int, place: int) -> None:
-        self._epoch, self._place = epoch, place
-        order = _epoch_order(self.pack.path, self.holdout, self.seed, self.source_name, epoch, self.lanes)
-        if not (order >= 0).any():
-            part = "the holdout of " if self.holdout.inside else "nothing outside the holdout of "
-            raise UserError(
-                f"data.sources.{self.source_name}.path gives no documents: of {self.pack.num_documents:,}, "
-                f"{part}data.holdout_percent = {self.holdout.percent:g} is asked for"
-            )
-        mine = order[self.lane :: self.lanes]
-        self._order = mine[mine >= 0]
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(path: str, holdout: Holdout, seed: int, source_name: str, epoch: int, lanes: int) -> np.ndarray:
-    """All documents of an epoch in order, int64; -1 is a place without a document."""
-    documents = np.flatnonzero(holdout.keeps(_array(f"{path}/points.bin", "<u8")))
-    # With fewer documents than lanes there are places without one, so that every lane has its turn in some epoch.
-    missing = max(0, lanes - len(documents))
-    documents = np.concatenate([documents, np.full(missing, -1)])
-    return documents[permutation(len(documents), seed, "documents", source_name, epoch)]

@@ -21,9 +21,8 @@ from pyarrow.lib import ArrowException
 
 from titan_loom.config.job_config import Streaming
 from titan_loom.data import embedded
-from titan_loom.data.languages import language_of
 from titan_loom.data.retry import Access, Transient, first_line
-from titan_loom.data.text_files import read_text
+from titan_loom.data.text_files import language_of, read_text
 from titan_loom.errors import ReadError, UserError
 
 Row = dict[str, Any]
@@ -120,8 +119,13 @@ def count_rows(part: Part, access: Access | None = None) -> int:
 
 def column_types(part: Part, access: Access | None = None) -> dict[str, str]:
     """Columns of a part and what they hold (`TEXT`, or the name of another type), with fields of structs as
-    `files.content`; empty when the part has no rows to tell from. Of jsonl the first row is looked at."""
-    return _READERS[part.kind].columns(part, access or _default_access(part))
+    `files.content`; empty when the part has no rows to tell from. Of jsonl the first row is looked at. Raises as
+    `open_rows` does."""
+    access = access or _default_access(part)
+    try:
+        return _READERS[part.kind].columns(part, access)
+    except DAMAGED as error:
+        raise _unreadable(part, access, error) from error
 
 
 def _unreadable(part: Part, access: Access, error: Exception, row: int | None = None) -> UserError | ReadError:
@@ -191,12 +195,12 @@ def _read_again(part: Part, access: Access, error: Exception, tries: int) -> Non
 
 
 def _read_parquet(part: Part, start: int, stop: int | None, columns: tuple[str, ...], access: Access) -> Iterator[Row]:
-    footer = _parquet_footer(part, access)
+    footer = _footer(part, access)
+    leaves = [path for path, name in _leaves(footer) if name in columns or name.split(".")[0] in columns]
+    groups, first_row = _row_groups(footer, start, stop)
+    to_skip, to_read = start - first_row, None if stop is None else stop - start
     with open_file(part, access) as file:
         parquet = pq.ParquetFile(file, metadata=footer, pre_buffer=False, buffer_size=BUFFER_BYTES)
-        leaves = [path for path, name in _parquet_leaves(parquet) if name in columns or name.split(".")[0] in columns]
-        groups, first_row = _row_groups(parquet, start, stop)
-        to_skip, to_read = start - first_row, None if stop is None else stop - start
         # Threads and pre-buffering make an interpreter that exits in the middle of a file hang or abort.
         batches = parquet.iter_batches(ROWS_PER_BATCH, row_groups=groups, columns=leaves, use_threads=False)
         yield from islice(_rows_of_batches(batches, to_skip), to_read)
@@ -205,26 +209,23 @@ def _read_parquet(part: Part, start: int, stop: int | None, columns: tuple[str, 
 _footers: dict[str, pq.FileMetaData] = {}
 
 
-def _parquet_footer(part: Part, access: Access) -> pq.FileMetaData | None:
-    """The footer of a remote part, fetched once in each process; None for local ones, which are read where needed."""
-    if not part.is_remote:
-        return None
+def _footer(part: Part, access: Access) -> pq.FileMetaData:
+    """The footer of a part; that of a remote one is fetched once in each process."""
     tries = 0
-    while part.path not in _footers:
+    while (footer := _footers.get(part.path)) is None:
         try:
             with open_file(part, access) as file:
-                _footers[part.path] = pq.read_metadata(file)
+                footer = pq.read_metadata(file)
         except DAMAGED as error:
             tries += 1
             _read_again(part, access, error, tries)
-    footer = _footers[part.path]
-    if len(_footers) > FOOTERS_IN_MEMORY:
-        del _footers[next(iter(_footers))]
+            continue
+        if not part.is_remote:
+            return footer
+        _footers[part.path] = footer
+        if len(_footers) > FOOTERS_IN_MEMORY:
+            del _footers[next(iter(_footers))]
     return footer
-
-
-def _open_parquet(part: Part, access: Access) -> pq.ParquetFile:
-    return pq.ParquetFile(open_file(part, access), metadata=_parquet_footer(part, access))
 
 
 def _rows_of_batches(batches: Iterator, to_skip: int) -> Iterator[Row]:
@@ -234,11 +235,11 @@ def _rows_of_batches(batches: Iterator, to_skip: int) -> Iterator[Row]:
         to_skip = max(0, to_skip - batch.num_rows)
 
 
-def _row_groups(parquet: pq.ParquetFile, start: int, stop: int | None) -> tuple[list[int], int]:
+def _row_groups(footer: pq.FileMetaData, start: int, stop: int | None) -> tuple[list[int], int]:
     """The row groups that hold rows `start` to `stop`, and the first row of the first of them."""
     groups, first_row, row = [], start, 0
-    for group in range(parquet.num_row_groups):
-        next_row = row + parquet.metadata.row_group(group).num_rows
+    for group in range(footer.num_row_groups):
+        next_row = row + footer.row_group(group).num_rows
         if start < next_row and (stop is None or row < stop):
             first_row = first_row if groups else row
             groups.append(group)
@@ -246,23 +247,20 @@ def _row_groups(parquet: pq.ParquetFile, start: int, stop: int | None) -> tuple[
     return groups, first_row
 
 
-def _parquet_leaves(parquet: pq.ParquetFile) -> list[tuple[str, str]]:
+def _leaves(footer: pq.FileMetaData) -> list[tuple[str, str]]:
     """Path in the file and our name of every leaf: `files.list.element.content` (a list of structs) and
     `files.content.list.element` (a struct of lists) are both `files.content`."""
-    paths = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
+    paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
     return [(path, ".".join([name for name in path.split(".") if name not in _LIST_LEVELS][:2])) for path in paths]
 
 
 def _count_parquet(part: Part, access: Access) -> int:
-    with _open_parquet(part, access) as parquet:
-        return parquet.metadata.num_rows
+    return _footer(part, access).num_rows
 
 
 def _parquet_columns(part: Part, access: Access) -> dict[str, str]:
-    with _open_parquet(part, access) as parquet:
-        schema = parquet.schema_arrow
     types = {}
-    for column in schema:
+    for column in _footer(part, access).schema.to_arrow_schema():
         types[column.name] = _type_name(column.type)
         struct = _item_type(column.type)
         if pa.types.is_struct(struct):

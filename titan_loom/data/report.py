@@ -17,10 +17,12 @@ from rich.table import Table
 
 from titan_loom.config import JobConfig, load_config
 from titan_loom.config.checks import check
-from titan_loom.data.filters import REASONS, describe_counts, kept_documents
-from titan_loom.data.lanes import LanePlan, LaneSource, open_row_stream, open_stream
+from titan_loom.data.filters import REASONS, describe_counts
+from titan_loom.data.lanes import LanePlan, open_stream
 from titan_loom.data.loader import Batch, LaneLoader, batch_digests, build_plan, combine_digests, data_fingerprint
 from titan_loom.data.packing import make_packs
+from titan_loom.data.rows import RowStream
+from titan_loom.data.source_reader import SourceReader
 from titan_loom.data.sources import Parts, list_sources
 from titan_loom.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titan_loom.errors import UserError
@@ -105,7 +107,7 @@ def visible(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
 def stats(given: Given, documents: int) -> None:
     """Measure each source on its first documents in training order (0: on all of them, once)."""
     plan = _plan(given)
-    shares = plan.mixer.shares(0)
+    shares = plan.mixer.first_shares()
     table = Table("source", "documents", "tokens", "tokens a document", "bytes a token", "share", "filtered")
     for source, share in zip(plan.sources, shares, strict=True):
         num_documents, num_tokens, num_bytes, filtered = _measure(plan, source, documents or None)
@@ -121,7 +123,7 @@ def stats(given: Given, documents: int) -> None:
     Console().print(table)
 
 
-def _measure(plan: LanePlan, source: LaneSource, limit: int | None) -> tuple[int, int, int, list[int]]:
+def _measure(plan: LanePlan, source: SourceReader, limit: int | None) -> tuple[int, int, int, list[int]]:
     """Documents, tokens, bytes of text (0: unknown) and dropped documents of the first epoch, or its beginning."""
     filtered = [0] * len(REASONS)
     if source.pack is not None:
@@ -137,12 +139,12 @@ def _measure(plan: LanePlan, source: LaneSource, limit: int | None) -> tuple[int
     return num_documents, num_tokens, num_bytes, filtered
 
 
-def _texts_of_epoch(plan: LanePlan, source: LaneSource, filtered: list[int]) -> Iterator[str]:
+def _texts_of_epoch(plan: LanePlan, source: SourceReader, filtered: list[int]) -> Iterator[str]:
     # One lane for all: in the order of training as far as one lane can have it, and each document once.
-    for row, state in open_row_stream(replace(plan, lanes=1), source, 0):
+    for row, state in RowStream(source, replace(plan.order, lanes=1), 0):
         if state[0] > 0:
             return
-        for _, document in kept_documents(source.form, source.keep, row, f"data.sources.{source.name}", filtered):
+        for _, document in source.documents(row, filtered):
             yield document.text
 
 
@@ -172,18 +174,13 @@ Work = tuple[int, int, int, int]
 """Rows, documents, bytes of text, tokens; 0 where a stage does not see them."""
 
 
-def _documents(plan: LanePlan, source: LaneSource) -> Iterator[Work]:
-    for row, _ in open_row_stream(plan, source, 0):
-        texts = [
-            document.text
-            for _, document in kept_documents(
-                source.form, source.keep, row, f"data.sources.{source.name}", [0] * len(REASONS)
-            )
-        ]
+def _documents(plan: LanePlan, source: SourceReader) -> Iterator[Work]:
+    for row, _ in RowStream(source, plan.order, 0):
+        texts = [document.text for _, document in source.documents(row, [0] * len(REASONS))]
         yield 1, len(texts), sum(len(text.encode("utf-8", "replace")) for text in texts), 0
 
 
-def _sequences(plan: LanePlan, source: LaneSource) -> Iterator[Work]:
+def _sequences(plan: LanePlan, source: SourceReader) -> Iterator[Work]:
     stream = open_stream(plan, source, 0)
     while True:
         yield 0, 0, 0, sum(len(chunk) - 1 for chunk in stream.read_row(plan.seq_len))

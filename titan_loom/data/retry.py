@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from titan_loom.config.job_config import Streaming
@@ -28,23 +29,22 @@ TRIES_OF_WRONG_ANSWERS = 8
 _random = random.SystemRandom()
 
 
+@dataclass(eq=False)
 class Transient(Exception):
-    """A failure that may pass.
+    """A failure that may pass."""
 
-    Args:
-        reason: what happened.
-        retry_after: seconds that the server asks to wait.
-        unreachable: not even a connection.
-        wrong: there was an answer, with other content than what was asked for.
-    """
+    reason: str
+    retry_after: float | None = None
+    """Seconds that the server asks to wait."""
 
-    def __init__(
-        self, reason: str, *, retry_after: float | None = None, unreachable: bool = False, wrong: bool = False
-    ):
-        super().__init__(reason)
-        self.retry_after = retry_after
-        self.unreachable = unreachable
-        self.wrong = wrong
+    unreachable: bool = False
+    """Not even a connection."""
+
+    wrong: bool = False
+    """There was an answer, with other content than what was asked for."""
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Access:

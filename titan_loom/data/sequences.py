@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from titan_loom.data.rows import RowState
-from titan_loom.data.tokens import NO_COUNTS, Counts, TokenisedDocument
+from titan_loom.data.tokens import NO_COUNTS, Counts, PackState, TokenisedDocument
 
-SequenceState = tuple[RowState, int, int]
+SequenceState = tuple[RowState | PackState, int, int]
 """(state before the row, document in the row, token in the document)."""
 
 
@@ -26,41 +26,31 @@ class SequenceStream:
 
     def __init__(self, documents: Iterator[TokenisedDocument], state: SequenceState, filtered: Counts = NO_COUNTS):
         self._documents = documents
-        self._row_state, self._document, self._offset = state
-        self._filtered = tuple(filtered)
+        self._row_state, self._document, self._token = state
         self._tokens: np.ndarray | None = None
-
-    @property
-    def filtered(self) -> Counts:
+        self.filtered = tuple(filtered)
         """Documents dropped before the place of `state`, since the start of the run."""
-        return self._filtered
 
     def state(self) -> SequenceState:
-        """Place of the next `read`'s first token."""
-        return self._row_state, self._document, self._offset
+        """Place of the next row's first token."""
+        return self._row_state, self._document, self._token
 
     def read_row(self, num_tokens: int) -> list[np.ndarray]:
-        """What fills a row of `num_tokens` inputs: one run of tokens, each but the last an input."""
-        return [self.read(num_tokens)]
-
-    def read(self, num_tokens: int) -> np.ndarray:
-        """The next `num_tokens` + 1 tokens, int32; the last is also the first of the next read."""
+        """What fills a row of `num_tokens` inputs: one run of `num_tokens` + 1 tokens, int32; the last is also the
+        first of the next row."""
         pieces, needed = [], num_tokens + 1
         while needed:
-            piece = self._rest_of_document()[:needed]
-            self._offset += len(piece)
+            if self._tokens is None:
+                self._next_document()
+            elif self._token == len(self._tokens):
+                self._next_document()
+                self._token = 0
+            piece = self._tokens[self._token :][:needed]
+            self._token += len(piece)
             needed -= len(piece)
             pieces.append(piece)
-        self._offset -= 1
-        return np.concatenate(pieces, dtype=np.int32)
-
-    def _rest_of_document(self) -> np.ndarray:
-        if self._tokens is None:
-            self._next_document()
-        elif self._offset == len(self._tokens):
-            self._next_document()
-            self._offset = 0
-        return self._tokens[self._offset :]
+        self._token -= 1
+        return [np.concatenate(pieces, dtype=np.int32)]
 
     def _next_document(self) -> None:
-        self._tokens, self._row_state, self._document, self._filtered = next(self._documents)
+        self._tokens, self._row_state, self._document, self.filtered = next(self._documents)

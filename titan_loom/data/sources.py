@@ -16,11 +16,10 @@ from titan_loom.config.job_config import Data, Source, Streaming
 from titan_loom.data import embedded
 from titan_loom.data.documents import Format, get_format
 from titan_loom.data.filters import filter_columns, has_filters
-from titan_loom.data.languages import language_of
 from titan_loom.data.packs import is_pack, open_pack
-from titan_loom.data.readers import DAMAGED, TEXT, Part, Shard, column_types, count_rows
+from titan_loom.data.readers import TEXT, Part, Shard, column_types, count_rows
 from titan_loom.data.retry import Access
-from titan_loom.data.text_files import list_files
+from titan_loom.data.text_files import language_of, list_files
 from titan_loom.errors import UserError
 
 FILES_PER_PART = 256
@@ -110,10 +109,9 @@ def list_parts(name: str, source: Source, access: Access | None = None, commit: 
     # The footers of local tables are cheap to look at, those of a Hub dataset are not.
     looked_at = parts.parts if parts.kind == "parquet" and not parts.parts[0].is_remote else parts.parts[:1]
     for part in looked_at:
-        found = _columns_of(name, part, access)
+        found = column_types(part, access)
         if found:
-            _check_columns(name, form, part, found)
-            _check_filter_columns(name, source, form, part, found)
+            _check_columns(name, source, form, part, found)
     return parts
 
 
@@ -131,28 +129,18 @@ def source_settings(source: Source) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in ("pack", "share", "encode_batch_size")}
 
 
-def source_columns(name: str, source: Source) -> tuple[str, ...]:
-    """The columns to read of the source called `name`, for its format and its filters."""
-    form = get_format(name, source.format)
-    return tuple(dict.fromkeys(form.columns + form.optional + filter_columns(source, form)))
-
-
 def find_parts(key: str, path: str, form: str) -> Parts:
     """The parts at `path`, unread. `key` is where `path` was given, `form` what a folder of several kinds is read
     as."""
     found = f"{key} = {path!r}"
     if path.startswith("embedded:"):
-        return _embedded_parts(found, path)
+        if path not in embedded.NAMES:
+            raise UserError(f"{found} is not known: the embedded sources are {' and '.join(embedded.NAMES)}")
+        part = Part(kind="embedded", name=path, path=path, size=embedded.size(path), entries=embedded.row_names(path))
+        return Parts(kind="embedded", parts=(part,))
     if is_on_hub(path):
         raise UserError(f"{found} is no local file or folder; a dataset on the Hub can be a [data.sources.<name>] only")
     return _local_parts(found, path, form)
-
-
-def _embedded_parts(found: str, path: str) -> Parts:
-    if path not in embedded.NAMES:
-        raise UserError(f"{found} is not known: the embedded sources are {' and '.join(embedded.NAMES)}")
-    part = Part(kind="embedded", name=path, path=path, size=embedded.size(path), entries=embedded.row_names(path))
-    return Parts(kind="embedded", parts=(part,))
 
 
 def _pack_parts(key: str, path: str) -> Parts:
@@ -199,7 +187,7 @@ def _local_parts(found: str, given_path: str, form: str) -> Parts:
             by_kind[kind].append(file)
     kind = _choose_kind(found, form, by_kind)
     chosen = by_kind[kind]
-    parts = _text_parts(root, chosen) if kind == "text" else [_file_part(kind, root, file) for file in chosen]
+    parts = _text_parts(root, chosen) if kind == "text" else _table_parts(kind, root, chosen)
     return Parts(kind=kind, parts=tuple(parts), num_ignored=len(files) - len(chosen))
 
 
@@ -225,9 +213,8 @@ def _choose_kind(found: str, form: str, by_kind: dict[str, list[str]]) -> str:
     return tables[0]
 
 
-def _file_part(kind: str, root: Path, file: str) -> Part:
-    path = root / file
-    return Part(kind=kind, name=file, path=str(path), size=path.stat().st_size)
+def _table_parts(kind: str, root: Path, files: list[str]) -> list[Part]:
+    return [Part(kind=kind, name=file, path=str(root / file), size=os.path.getsize(root / file)) for file in files]
 
 
 def _text_parts(root: Path, files: list[str]) -> list[Part]:
@@ -237,22 +224,14 @@ def _text_parts(root: Path, files: list[str]) -> list[Part]:
             kind="text",
             name=f"{run[0]} .. {run[-1]}",
             path=str(root.resolve()),
-            size=sum((root / file).stat().st_size for file in run),
+            size=sum(os.path.getsize(root / file) for file in run),
             entries=tuple(run),
         )
         for run in runs
     ]
 
 
-def _columns_of(name: str, part: Part, access: Access) -> dict[str, str]:
-    try:
-        return column_types(part, access)
-    except DAMAGED as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"data.sources.{name}.path: {part.name} cannot be read as {part.kind} ({reason})") from error
-
-
-def _check_columns(name: str, form: Format, part: Part, found: dict[str, str]) -> None:
+def _check_columns(name: str, source: Source, form: Format, part: Part, found: dict[str, str]) -> None:
     if missing := set(form.columns) - found.keys():
         raise UserError(
             f"data.sources.{name}.format = {form.name!r} needs the columns {', '.join(form.columns)}, but {part.name} "
@@ -264,12 +243,8 @@ def _check_columns(name: str, form: Format, part: Part, found: dict[str, str]) -
                 f"data.sources.{name}.format = {form.name!r} needs texts in the column {column}, but {part.name} has "
                 f"{kind} there"
             )
-
-
-def _check_filter_columns(name: str, source: Source, form: Format, part: Part, found: dict[str, str]) -> None:
-    for column in filter_columns(source, form):
+    for column, key in filter_columns(source, form).items():
         if column not in found:
-            key = "languages" if column == "language" else "license_column"
             raise UserError(
                 f"data.sources.{name}.{key} needs the column {column}, but {part.name} has {', '.join(sorted(found))}"
             )
