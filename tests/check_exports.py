@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 def check_loading(folder: str):
     """Model and tokenizer, as transformers loads them; what it saves of the model is the same model."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     assert tokenizer.model_max_length >= 64 and tokenizer.eos_token_id == 2 and tokenizer.pad_token_id == 0
     assert tokenizer("1 + 12")["input_ids"] == tokenizer.encode("1 + 12") and len(tokenizer.encode("12")) == 2
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
