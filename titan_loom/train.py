@@ -15,7 +15,7 @@ from titan_loom.preflight import is_finished, preflight
 from titan_loom.tools.logging import init_logger
 from titan_loom.training.signals import leave_with_launcher
 
-SECONDS_FOR_RANK_0 = 10.0
+SECONDS_FOR_RANK_0 = 30.0
 
 
 def main() -> int:

@@ -1,7 +1,10 @@
 import hashlib
 import json
+import multiprocessing.synchronize
 import os
 import signal
+import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import processes
 from tests.unit.data_corpus import BATCH, CORPUS, SEQ_LEN, TOKENIZER, loader, read, write_corpus, write_parquet
 from titan_loom.config.job_config import Data, Source, Training
 from titan_loom.data import lanes as lanes_module
@@ -187,6 +191,44 @@ def test_the_run_ends_when_a_worker_dies(data):
             for _ in range(5):
                 next(batches)
         batches.close()
+
+
+def test_closing_waits_for_no_lock_of_a_worker_that_it_ended(data):
+    """A worker looks between items whether it is to leave; ended by force in there, it left the others locked out."""
+
+    class Slow(multiprocessing.synchronize.Event):
+        def is_set(self):
+            with self._cond:
+                time.sleep(0.1)
+            return super().is_set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.synchronize, "Event", Slow)
+        batches = loader(data, workers=2)
+        next(batches)
+        closing = threading.Thread(target=batches.close, daemon=True)
+        closing.start()
+        closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_closing_does_not_wait_for_a_worker_that_is_stuck(data):
+    class Stuck(lanes_module.Lane):
+        def next_step(self):
+            if self._step == 2:
+                time.sleep(60)
+            return super().next_step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes_module, "Lane", Stuck)
+        others = multiprocessing.active_children()
+        batches = loader(data, workers=2)
+        next(batches)
+        workers = [worker.pid for worker in multiprocessing.active_children() if worker not in others]
+        start = time.monotonic()
+        batches.close()
+    assert len(workers) == 2 and time.monotonic() - start < 5
+    processes.assert_gone(workers, seconds=1)
 
 
 def test_num_workers_is_lowered_to_a_divisor_of_the_lanes(data, caplog):

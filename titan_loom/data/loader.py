@@ -35,6 +35,9 @@ from titan_loom.data.workers import leave_when_closed
 from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
 
+SECONDS_TO_LEAVE = 1.0
+"""For workers that are asked to leave; those that still wait for a read then are ended by force."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -127,8 +130,13 @@ class LaneLoader:
 
     def close(self) -> None:
         """Stops the workers, whatever they are doing. The loader gives no more batches."""
-        self._lifeline.close()
+        # They are asked first: one that is ended by force may hold the lock that asking the others takes.
+        force = threading.Timer(SECONDS_TO_LEAVE, self._lifeline.close)
+        force.start()
         self._items = iter(())
+        force.cancel()
+        force.join()
+        self._lifeline.close()
 
     def _next_item(self, lane: int) -> LaneStep:
         item = next(self._items, None)
