@@ -1,6 +1,6 @@
 """The same numbers everywhere: a tiny looped model in every layout against one process without anything.
 
-    python benchmarks/parity.py [--family loom] [--optimizers AdamW Muon] [--compile off on] [--world_sizes 1 2 4]
+    python benchmarks/parity.py [--family loom] [--optimizers AdamW Muon] [--compile off on] [--layouts "DDP 2" ...]
 
 Every combination of 1 process, DDP 2 and 4, FSDP 2 and 4, HSDP 2x2 with 1, 2, 4 micro-batches and every mode of
 activation checkpointing trains 20 clipped steps in fp32 on the same global batches. A row of the table is the worst of
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--family", default="nanocoder", choices=FAMILIES)
     parser.add_argument("--optimizers", nargs="+", default=["AdamW", "Muon"], choices=["AdamW", "Muon"])
     parser.add_argument("--compile", nargs="+", default=["off", "on"], choices=["off", "on"])
-    parser.add_argument("--world_sizes", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     args = parser.parse_args()
     processes.TIMEOUT_SECONDS = 1800
     family = FAMILIES[args.family]
@@ -51,9 +51,8 @@ def main() -> None:
     print(f"{'layout':18}{'optimizer':11}{'compile':9}{'runs':>5}{'loss':>11}{'norm':>11}{'initial':>9}{'biases':>8}")
     for optimizer in args.optimizers:
         reference = processes.run(train, 1, [replace(family, optimizer=optimizer)], STEPS)[0][0]
-        for (name, layout), compile in itertools.product(LAYOUTS.items(), args.compile):
-            if layout.world_size not in args.world_sizes:
-                continue
+        for name, compile in itertools.product(args.layouts, args.compile):
+            layout = LAYOUTS[name]
             runs = [
                 replace(
                     layout,

@@ -3,10 +3,13 @@ import json
 import multiprocessing.synchronize
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from titan_loom.data import lanes as lanes_module
 from titan_loom.data.loader import batch_digests, combine_digests, data_fingerprint
 from titan_loom.errors import UserError
 
+REPOSITORY = Path(__file__).parents[2]
 LANES = 4
 
 GOLDEN = "0d844f430426930ecb98f03b5ec33e9b629c180523f534c62e797875bc274ec2"
@@ -229,6 +233,18 @@ def test_closing_does_not_wait_for_a_worker_that_is_stuck(data):
         batches.close()
     assert len(workers) == 2 and time.monotonic() - start < 5
     processes.assert_gone(workers, seconds=1)
+
+
+def test_an_interpreter_leaves_with_a_loader_that_nobody_closed():
+    code = """
+from tests.unit.data_corpus import loader, memory_parts
+from titan_loom.config.job_config import Data, Source
+data = Data(lanes=4, sources={"s": Source(path="memory/rows")})
+batches = loader(data, workers=2, listing={"s": memory_parts([9])})
+print(tuple(next(batches).inputs.shape))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{BATCH, SEQ_LEN}\n"), done.stderr
 
 
 def test_num_workers_is_lowered_to_a_divisor_of_the_lanes(data, caplog):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -103,8 +104,10 @@ class LaneLoader:
         plan = build_plan(data, tokenizer, **order)
         self._pin_memory = dataloader.pin_memory and torch.cuda.is_available()
         dataset = LaneDataset(plan, self._lanes, start_step, states)
-        worker_end, self._lifeline = multiprocessing.Pipe(duplex=False)
-        start_worker = partial(_start_worker, worker_end, self._lifeline)
+        worker_end, lifeline = multiprocessing.Pipe(duplex=False)
+        # Before multiprocessing waits for its children at the end of an interpreter that has not closed this.
+        self._end_workers = Finalize(None, lifeline.close, exitpriority=0)
+        start_worker = partial(_start_worker, worker_end, lifeline)
         self._items = _iterate(dataset, dataloader, len(self._lanes), start_worker)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -131,12 +134,12 @@ class LaneLoader:
     def close(self) -> None:
         """Stops the workers, whatever they are doing. The loader gives no more batches."""
         # They are asked first: one that is ended by force may hold the lock that asking the others takes.
-        force = threading.Timer(SECONDS_TO_LEAVE, self._lifeline.close)
+        force = threading.Timer(SECONDS_TO_LEAVE, self._end_workers)
         force.start()
         self._items = iter(())
         force.cancel()
         force.join()
-        self._lifeline.close()
+        self._end_workers()
 
     def _next_item(self, lane: int) -> LaneStep:
         item = next(self._items, None)
