@@ -81,6 +81,7 @@ class Layout:
     checkpoint: str = "none"
     per: str = "visit"
     compile: bool = False
+    backend: str = "aot_eager"
     cpu_offload: bool = False
     float8: bool = False
     num_loops: int | None = None
@@ -104,7 +105,7 @@ class Run:
 
     def __init__(self, layout: Layout, dtype: torch.dtype = torch.float32):
         self.layout = layout
-        compile = Compile(enable=layout.compile, backend="aot_eager")
+        compile = Compile(enable=layout.compile, backend=layout.backend)
         with torch.device("meta"):
             self.model = build_model(layout.args).to(dtype)
         self.data_parallel = parallelize(

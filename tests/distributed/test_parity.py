@@ -29,7 +29,7 @@ def varied(layout: Layout, micro_batches: int, *changes: dict) -> Layout:
 
 
 RUNS = [
-    varied(ONE, 2, FULL, COMPILED),
+    varied(ONE, 2, FULL, COMPILED, {"backend": "inductor"}),
     varied(ONE, 4, SELECTIVE),
     varied(ONE, 1, LOOP),
     varied(TWO, 1, NONE, COMPILED),
