@@ -37,7 +37,7 @@ from titan_loom.errors import ReadError, UserError
 from titan_loom.tools.logging import logger
 
 SECONDS_TO_LEAVE = 1.0
-"""For workers that are asked to leave; those that still wait for a read then are ended by force."""
+"""For workers that are asked to leave; those that are still busy then are ended by force."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,15 @@ class LaneLoader:
 
     def close(self) -> None:
         """Stops the workers, whatever they are doing. The loader gives no more batches."""
-        # They are asked first: one that is ended by force may hold the lock that asking the others takes.
-        force = threading.Timer(SECONDS_TO_LEAVE, self._end_workers)
-        force.start()
-        self._items = iter(())
-        force.cancel()
-        force.join()
+        # In a thread that may be left behind: asking takes a lock, which a worker that has ended may have kept.
+        asking = threading.Thread(target=self._ask_workers_to_leave, daemon=True)
+        asking.start()
+        asking.join(SECONDS_TO_LEAVE)
         self._end_workers()
+        asking.join(SECONDS_TO_LEAVE)
+
+    def _ask_workers_to_leave(self) -> None:
+        self._items = iter(())
 
     def _next_item(self, lane: int) -> LaneStep:
         item = next(self._items, None)
