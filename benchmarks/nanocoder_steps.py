@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titan_loom.trainer import Trainer
@@ -47,13 +48,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--started", type=float, default=STARTED, help=argparse.SUPPRESS)
 
 
-def in_process(args: argparse.Namespace, child: str, dtype: str, cache: str) -> dict:
-    """What this script, run again with `--child`, prints last, as JSON; `cache` is the compiler's."""
+def start_process(args: argparse.Namespace, child: str, dtype: str, cache: str) -> subprocess.Popen:
+    """This script, run again with `--child`; `cache` is the compiler's."""
     command = [sys.executable, sys.argv[0], "--child", child, "--dtype", dtype, "--started", str(time.time())]
     command += ["--steps", str(args.steps), "--micro_batch", str(args.micro_batch), "--seq_len", str(args.seq_len)]
     environment = os.environ | {"LOG_RANK": "", "TORCHINDUCTOR_CACHE_DIR": cache}
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
-    return json.loads(output.splitlines()[-1])
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def answer(process: subprocess.Popen) -> Any:
+    """The next line that `process` prints, as JSON."""
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{process.args[1]} ended with status {process.wait()}")
+    return json.loads(line)
 
 
 def trainer(folder: str, *overrides: str, compile: bool, more: str = "", **values) -> "Trainer":
@@ -73,17 +81,14 @@ def trainer_of(args: argparse.Namespace, folder: str) -> "Trainer":
     return trainer(folder, compile=compile, micro_batch=args.micro_batch, seq_len=args.seq_len, dtype=args.dtype)
 
 
-def take_steps(run: "Trainer", args: argparse.Namespace) -> tuple[float, list[float]]:
-    """Seconds from the start of the process to the end of the first step, and of each step after it."""
-    seconds = []
-    for run.step in range(1, args.steps + 2):
+def timed_steps(run: "Trainer") -> Iterator[float]:
+    """Takes a step each time; gives its seconds."""
+    while True:
         start = time.perf_counter()
+        run.step += 1
         run.train_step()
         run.metrics.flush()
-        seconds.append(time.perf_counter() - start)
-        if run.step == 1:
-            first_step = time.time() - args.started
-    return first_step, seconds[1:]
+        yield time.perf_counter() - start
 
 
 def describe_machine() -> str:

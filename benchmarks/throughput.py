@@ -14,8 +14,9 @@ import json
 import statistics
 import tempfile
 import time
+from itertools import islice
 
-from nanocoder_steps import add_options, describe_machine, in_process, take_steps, trainer_of
+from nanocoder_steps import add_options, answer, describe_machine, start_process, timed_steps, trainer_of
 
 
 def matrix_rate(dtype: str, size: int = 2048, repeats: int = 5) -> float:
@@ -38,7 +39,10 @@ def measure(args: argparse.Namespace) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         run = trainer_of(args, folder)
-        first_step, seconds = take_steps(run, args)
+        steps = timed_steps(run)
+        next(steps)
+        first_step = time.time() - args.started
+        seconds = list(islice(steps, args.steps))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             run.step += 1
             run.train_step()
@@ -69,7 +73,7 @@ def main() -> None:
         peak = matrix_rate(dtype)
         for mode in ("eager", "compiled"):
             with tempfile.TemporaryDirectory() as cache:  # a cold start, whatever ran before
-                result = in_process(args, mode, dtype, cache)
+                result = answer(start_process(args, mode, dtype, cache))
             rate, flops = result["tokens_per_second"], result["flops"]
             share = f"{100 * flops / peak:.0f}% of {peak / 1e9:,.0f}"
             print(f"{dtype:10}{mode:10}{rate:10,.0f}{flops / 1e9:10,.0f}{share:>16}{result['first_step']:11.1f}s")
