@@ -87,6 +87,7 @@ class Layout:
     num_loops: int | None = None
     backprop_loops: int | None = None
     segment_loops: int = 0
+    param_dtype: torch.dtype | None = None
     optimizer: str = "AdamW"
     args: NanoCoderArgs | LoomArgs = ARGS
 
@@ -119,7 +120,7 @@ class Run:
             activation_checkpoint=ActivationCheckpoint(mode=layout.checkpoint, per=layout.per),
             compile=compile,
             float8=Float8(enable=layout.float8, emulate=True),
-            param_dtype=dtype,
+            param_dtype=layout.param_dtype or dtype,
             reduce_dtype=dtype,
             cpu_offload=layout.cpu_offload,
             micro_batches=layout.micro_batches,

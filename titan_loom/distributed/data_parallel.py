@@ -57,7 +57,7 @@ def apply_data_parallel(
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum, which a divide factor would otherwise select.
             module.set_force_sum_reduction_for_comms(True)
-    return DataParallel(model, units, mesh)
+    return DataParallel(model, units, mesh, reduce_dtype)
 
 
 def _wrap(
@@ -93,12 +93,14 @@ def _wrap(
 class DataParallel:
     """Tells the units of a wrapped model when to reduce gradients and when to free what was gathered."""
 
-    def __init__(self, model: nn.Module, units: Units, mesh: DeviceMesh):
+    def __init__(self, model: nn.Module, units: Units, mesh: DeviceMesh, reduce_dtype: torch.dtype):
         self.units = units
         self.mesh = mesh
         self._model = model
         self._looped = [
-            _LoopedUnit([model.blocks[layer] for layer in unit.layers]) for unit in units.of_blocks if unit.is_looped
+            _LoopedUnit([model.blocks[layer] for layer in unit.layers], reduce_dtype)
+            for unit in units.of_blocks
+            if unit.is_looped
         ]
         if units.reshard_after_forward:
             model.register_forward_hook(lambda *_: self._reshard_looped())
@@ -140,12 +142,16 @@ class _LoopedUnit:
     """Blocks that run several times, in the order in which they run.
 
     FSDP2 ends a unit's backward at every visit: left alone, it would free the weights that earlier visits still need,
-    and reduce what earlier micro-batches have accumulated apart from what this one adds.
+    and reduce what earlier micro-batches have accumulated apart from what this one adds. The gradients of the visits
+    are added up in `reduce_dtype`, like those of micro-batches.
     """
 
-    def __init__(self, blocks: list[nn.Module]):
+    def __init__(self, blocks: list[nn.Module], reduce_dtype: torch.dtype):
         self._unit: FSDPModule = blocks[0]
+        self._reduce_dtype = reduce_dtype
         self._waits_for_first_visit = False
+        for block in blocks:
+            block.register_forward_pre_hook(self._before_visit)
         blocks[-1].register_forward_hook(self._after_visit)
 
     def start(self, *, reduce: bool) -> None:
@@ -155,6 +161,12 @@ class _LoopedUnit:
 
     def reshard(self) -> None:
         self._unit.reshard()
+
+    def _before_visit(self, block: nn.Module, _args: tuple) -> None:
+        # Else autograd adds them up in the parameters' dtype, and FSDP2 refuses a unit in which a parameter that the
+        # first visit does not use is already in the dtype of the reduction.
+        for parameter in block.parameters():  # the gathered ones
+            parameter.grad_dtype = self._reduce_dtype
 
     def _after_visit(self, _block: nn.Module, _args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
         # The first visit that is differentiated; earlier ones may run without gradient, later ones may be recomputed.
