@@ -42,12 +42,14 @@ def preflight(config: JobConfig, world_size: int) -> None:
     from titan_loom.data.packing import make_packs
     from titan_loom.data.sources import is_on_hub, list_sources
     from titan_loom.data.tokenizer import check_tokenizer, load_tokenizer
+    from titan_loom.distributed.compile import check_backend
     from titan_loom.hub.families import require_transformers
     from titan_loom.hub.start import without_hub
     from titan_loom.training.checkpoint_files import find_start
     from titan_loom.training.run_folder import check_can_be_written
     from titan_loom.training.validation import list_validation
 
+    check_backend(config.compile)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     check_tokenizer(tokenizer, args.vocab_size)
     for name, source in config.data.sources.items():

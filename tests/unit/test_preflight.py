@@ -72,6 +72,7 @@ def test_a_source_is_packed_before_a_run(sentence, tmp_path):
     ("argv", "parts"),
     [
         (["--data.lanes", "3"], ["data.lanes is 3"]),
+        (["--compile.enable", "--compile.backend", "inducter"], ["compile.backend is 'inducter'", "inductor, "]),
         (["--validation.enable", "true"], ["validation.path is not set", "data.holdout_percent is 0"]),
         (
             ["--validation.enable", "true", "--validation.path", "nowhere"],

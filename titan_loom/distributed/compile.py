@@ -11,7 +11,18 @@ import torch
 from torch import nn
 
 from titan_loom.config import job_config
+from titan_loom.errors import UserError
 from titan_loom.tools.logging import logger
+
+
+def check_backend(config: job_config.Compile) -> None:
+    """Raises UserError: `compile.backend` is needed and none of torch.compile's."""
+    if config.enable and config.backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise UserError(
+            f"compile.backend is {config.backend!r}; it must be one that torch.compile knows ({known}, or one to debug "
+            "with, such as aot_eager)"
+        )
 
 
 def apply_compile(model: nn.Module, config: job_config.Compile, device: torch.device) -> None:
