@@ -84,7 +84,7 @@ def test_rows_are_those_of_the_file_whatever_happens(hub, part, texts, fault):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault.values())))
 def test_a_fault_that_stays_ends_with_source_part_and_row(hub, part, fault):
-    rows = open_rows(Shard(part), 0, ("text",), access(Streaming(read_timeout_seconds=0.1, failures_per_hour=3)))
+    rows = open_rows(Shard(part), 0, ("text",), access(Streaming(read_timeout_seconds=0.5, failures_per_hour=3)))
     for _ in range(10):
         next(rows)
     hub.fault("resolve", times=FOREVER, **fault)
@@ -134,12 +134,12 @@ def test_waiting_draws_from_nobodys_random_numbers(hub, part):
 def test_a_read_that_lasts_is_named_while_it_lasts(hub, part, caplog):
     from tests.unit.data_corpus import row_stream
 
-    hub.fault("resolve", do="stall", seconds=0.5)
+    hub.fault("resolve", do="stall", seconds=1.5)
     with caplog.at_level("WARNING", logger="titan_loom"):
         stream = row_stream((Shard(part),), access=access(Streaming(report_seconds=0.2)))
         next(stream)
-    assert caplog.text.count(f"Rank 0: reading data.sources.s, {part.name}, for 0 s now") == 0
-    assert caplog.text.count(f"Rank 0: reading data.sources.web, {part.name}, for 0 s now") == 2
+    assert caplog.text.count(f"Rank 0: reading data.sources.web, {part.name}, for ") >= 2
+    assert "data.sources.s," not in caplog.text
 
 
 def test_only_the_needed_columns_are_read(hub):

@@ -1,5 +1,4 @@
 import random
-import time
 from collections import Counter
 from fractions import Fraction
 
@@ -55,9 +54,7 @@ def test_any_step_is_known_at_once():
     mix = mixer(stages=stages, batch=6)
     random.Random(0).shuffle(steps)
     assert all(mix.picks(step) == in_order[step] for step in steps)
-    start = time.perf_counter()
-    mixer().picks(10**15)
-    assert time.perf_counter() - start < 0.1
+    assert len(mixer().picks(10**15)) == len(mixer().picks(0))  # step by step, it would take years
 
 
 def test_each_batch_of_128_has_96_and_32_rows():
