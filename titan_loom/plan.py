@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Column, Table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from titan_loom.config import Compile, Diagnostics, Float8, JobConfig
 from titan_loom.data.loader import Batch
 from titan_loom.distributed.fake import Meter, init_fake_process_group
-from titan_loom.distributed.process_group import leave_process_group
 from titan_loom.tools.inspect import local_bytes
 from titan_loom.tools.logging import init_logger
 from titan_loom.training.model_trainer import ModelTrainer
@@ -140,6 +140,4 @@ class _FakeTrainer(ModelTrainer):
         return self._meter.peak, self._meter.calls, self._meter.nbytes
 
     def close(self) -> None:
-        mesh = self.data_parallel.mesh
-        self.model = self.optimizers = self.data_parallel = None
-        leave_process_group(mesh)
+        dist.destroy_process_group()

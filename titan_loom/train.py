@@ -13,7 +13,7 @@ from titan_loom.config import load_config
 from titan_loom.errors import Interrupted, RunError, UserError
 from titan_loom.preflight import is_finished, preflight
 from titan_loom.tools.logging import init_logger
-from titan_loom.training.signals import leave_with_launcher
+from titan_loom.training.signals import leave_with_launcher, run_and_exit
 
 SECONDS_FOR_RANK_0 = 30.0
 
@@ -64,4 +64,4 @@ def _wait_for_rank_0() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -27,7 +27,6 @@ from titan_loom.distributed.process_group import (
     from_rank0,
     gather_objects,
     init_process_group,
-    leave_process_group,
     local_device,
     sum_over_ranks,
     tighten_timeout,
@@ -361,9 +360,7 @@ class Trainer(ModelTrainer):
         what a run that is complete has not pushed yet."""
         self.loader.close()
         self.metrics.close()
-        mesh = self.data_parallel.mesh
-        self.model = self.optimizers = self.checkpoints = self.data_parallel = None
-        leave_process_group(mesh)
+        dist.destroy_process_group()
         if self.outbox is not None:
             if self.last_saved == self.num_steps:
                 self.outbox.flush(self.stop)

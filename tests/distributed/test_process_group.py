@@ -3,12 +3,11 @@
 import os
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests import processes, runs
+from tests import processes
 from titan_loom.errors import UserError
 
 
@@ -70,16 +69,3 @@ def test_ranks_wait_for_work_of_rank_0_alone_however_long_it_takes():
     """A download at start once ended the other ranks."""
     (found, _), (same, timed_out) = processes.run(_work_longer_than_the_timeout, 2)
     assert found == same and timed_out
-
-
-def _threads_after_a_run(argv: list[str]) -> list[str]:
-    runs._train(argv)
-    return [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
-
-
-def test_the_threads_of_the_process_group_end_before_the_interpreter(tmp_path):
-    """One that outlived it aborted a process that had finished its run."""
-    (tmp_path / "small.toml").write_text(runs.SMALL)
-    argv = ["--job.config_file", str(tmp_path / "small.toml"), "--job.dump_folder", str(tmp_path / "run")]
-    for threads in processes.run(_threads_after_a_run, 2, [*argv, "--training.steps", "2"]):
-        assert not [name for name in threads if name.startswith("pt_gloo")]

@@ -1,6 +1,5 @@
 """The process group: gloo on CPUs, gloo and NCCL on CUDA devices, one process or many by the same code."""
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan_loom.config.decoding import leaves
 from titan_loom.config.job_config import Comm
@@ -38,18 +36,6 @@ def init_process_group(comm: Comm, device: torch.device) -> None:
         device_id=device if device.type == "cuda" else None,
         **kwargs,
     )
-
-
-def leave_process_group(mesh: DeviceMesh) -> None:
-    """Leave the process group and end its threads, when nothing uses `mesh` any more.
-
-    A thread of gloo's may be late in freeing the tensors of the last collective, for which it needs the interpreter; if
-    that is going down, the process aborts (seen in 1 of 8 runs of two hosts). The threads end with the group, but
-    DTensor's caches keep the mesh and the mesh keeps the group.
-    """
-    dist.destroy_process_group()
-    getattr(mesh, "_pg_registry", {}).clear()  # torch 2.13; older meshes look the group up by its name
-    gc.collect()
 
 
 def sum_over_ranks(values: list[int]) -> list[int]:

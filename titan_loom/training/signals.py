@@ -1,9 +1,12 @@
 """Leaving in good order: SIGTERM, SIGINT or the launcher's death ask for a stop after the step that is running."""
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -17,6 +20,30 @@ def leave_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.environ.get("LAUNCHER_PID", str(os.getppid())) != str(os.getppid()):
         sys.exit(1)
+
+
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
+    """`sys.exit(main())`, but the process ends with the interpreter standing, after what is registered with `atexit`.
+
+    A thread that needs an interpreter which is going down aborts the process: one of gloo's that is late in freeing the
+    tensors of the last collective, one that is left behind in the middle of a read.
+    """
+    status = 1  # of an exception that nobody catches
+
+    def leave() -> None:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+    atexit.register(leave)  # before libraries register theirs: the first is called last
+    try:
+        status = main()
+    except SystemExit as stop:
+        status = stop.code
+        raise
+    sys.exit(status)
 
 
 class StopRequest:
